@@ -32,6 +32,7 @@ class Result:
     o: Tensor  # (b, sq, h, dv) or packed (tq, h, dv); follows ``layout``
     lse: Tensor  # (b, h, sq) or packed (h, tq)
     max_score: Tensor  # like lse
+    reached: Tensor  # which keys some query sees, bool, (b, sk, hkv) or packed (tk, hkv); follows ``layout``
     largest: dict[str, float]
 
 
@@ -48,7 +49,7 @@ class Gradients:
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """One call's arguments: float64 tensors as (b, s, h, d) or packed (t, h, d), and the options."""
 
     q: Tensor
@@ -95,18 +96,26 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Result:
     Shapes: q (b, sq, h, d), k (b, sk, hkv, d), v (b, sk, hkv, dv), or packed (t, h, d) where cu_seqlens_q or
     cu_seqlens_k is given.  ``dropout_seed`` and ``dropout_offset`` are needed when ``dropout_p`` is not 0.
     """
-    call = _call(q, k, v, **options)
+    call = prepare(q, k, v, **options)
     o = call.q.new_zeros(*call.q.shape[:-1], call.v.shape[-1])
     lse = call.q.new_full(call.q.shape[:-1], -math.inf)  # (b, sq, h) or (tq, h) until the end
     max_score = lse.clone()
+    reached = torch.zeros(call.k.shape[:-1], dtype=torch.bool, device=call.k.device)
     largest = 0.0
-    for b in range(_batch(call)):
+    for b in range(batch_size(call)):
         one = _forward(call, b)
         o[one.rows] = one.o.transpose(0, 1)
         lse[one.rows] = one.lse.transpose(0, 1)
         max_score[one.rows] = one.max_score.transpose(0, 1)
-        largest = max(largest, _peak(one.z * one.p * _peak_of_rows(one.v)[:, None, :]))
-    return Result(_restore(o, call.transposed[0]), lse.transpose(-1, -2), max_score.transpose(-1, -2), {"o": largest})
+        reached[one.keys] = _group(one.p > 0, reached.shape[-1]).any(1).any(1).transpose(0, 1)
+        largest = max(largest, peak(one.z * one.p * _peak_of_rows(one.v)[:, None, :]))
+    return Result(
+        swap_layout(o, call.transposed[0]),
+        lse.transpose(-1, -2),
+        max_score.transpose(-1, -2),
+        swap_layout(reached, call.transposed[1]),
+        {"o": largest},
+    )
 
 
 @torch.no_grad()
@@ -114,15 +123,15 @@ def attention_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None = None, **options: Any
 ) -> Gradients:
     """Gradients of attention in float64, from ``do`` (shaped like o) and ``dlse`` (shaped like lse)."""
-    call = _call(q, k, v, **options)
-    do = _restore(do.double(), call.transposed[0])
+    call = prepare(q, k, v, **options)
+    do = swap_layout(do.double(), call.transposed[0])
     dlse_rows = None if dlse is None else dlse.double().transpose(-1, -2)  # (b, sq, h) or (tq, h)
     dq, dk, dv = torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v)
     dsink = None if call.sink is None else torch.zeros_like(call.sink)
     captured = {name: t for name, t in captured_tensors(call.score_mod).items() if t.is_floating_point()}
     dcaptured = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in captured.items()}
     largest = dict.fromkeys(["dq", "dk", "dv", "dsink", *captured], 0.0)
-    for b in range(_batch(call)):
+    for b in range(batch_size(call)):
         one = _forward(call, b)
         do_b = do[one.rows].transpose(0, 1)  # (h, sq, dv)
         # dlse on a row whose lse is -inf counts for nothing, even when it is NaN
@@ -143,23 +152,23 @@ def attention_backward(
         if dsink is not None and call.sink is not None:
             p_sink = torch.where(one.lse > -math.inf, torch.exp(call.sink[:, None] - one.lse), 0.0)
             dsink -= (p_sink * delta).sum(-1)
-            largest["dsink"] = max(largest["dsink"], _peak(p_sink * delta))
+            largest["dsink"] = max(largest["dsink"], peak(p_sink * delta))
 
-        steepest = max(1.0, _peak(slope))
-        largest["dv"] = max(largest["dv"], _peak(one.z * one.p * _peak_of_rows(do_b)[..., None]))
-        largest["dq"] = max(largest["dq"], _peak(bound) * steepest * abs(call.scale) * _peak(one.k))
-        largest["dk"] = max(largest["dk"], _peak(bound) * steepest * abs(call.scale) * _peak(one.q))
+        steepest = max(1.0, peak(slope))
+        largest["dv"] = max(largest["dv"], peak(one.z * one.p * _peak_of_rows(do_b)[..., None]))
+        largest["dq"] = max(largest["dq"], peak(bound) * steepest * abs(call.scale) * peak(one.k))
+        largest["dk"] = max(largest["dk"], peak(bound) * steepest * abs(call.scale) * peak(one.q))
     return Gradients(
-        _restore(dq, call.transposed[0]),
-        _restore(dk, call.transposed[1]),
-        _restore(dv, call.transposed[1]),
+        swap_layout(dq, call.transposed[0]),
+        swap_layout(dk, call.transposed[1]),
+        swap_layout(dv, call.transposed[1]),
         dsink,
         dcaptured,
         largest,
     )
 
 
-def _call(
+def prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -186,16 +195,16 @@ def _call(
     return_max_score: bool = False,
     layout: str = "bshd",
     backend: str | None = None,
-) -> _Call:
+) -> Call:
     """Step 0: everything as float64 in (b, s, h, d) or packed (t, h, d); arguments that change no value end here."""
     if dropout_p and (dropout_seed is None or dropout_offset is None):
         raise ValueError("the reference draws no random numbers: give dropout_seed and dropout_offset")
     transposed = (layout == "bhsd" and cu_seqlens_q is None, layout == "bhsd" and cu_seqlens_k is None)
     left, right = (None, None) if window is None else window
-    return _Call(
-        q=_restore(q.detach().double(), transposed[0]),
-        k=_restore(k.detach().double(), transposed[1]),
-        v=_restore(v.detach().double(), transposed[1]),
+    return Call(
+        q=swap_layout(q.detach().double(), transposed[0]),
+        k=swap_layout(k.detach().double(), transposed[1]),
+        v=swap_layout(v.detach().double(), transposed[1]),
         scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
         causal=causal,
         window=(None if left == -1 else left, None if right == -1 else right),
@@ -213,8 +222,8 @@ def _call(
     )
 
 
-def _forward(call: _Call, b: int) -> _Softmax:
-    rows, keys = _span(call.q, call.lengths_q, b), _span(call.k, call.lengths_k, b)
+def _forward(call: Call, b: int) -> _Softmax:
+    rows, keys = span(call.q, call.lengths_q, b), span(call.k, call.lengths_k, b)
     q = call.q[rows].transpose(0, 1)  # (h, sq, d)
     group = q.shape[0] // call.k.shape[-2]
     k = call.k[keys].transpose(0, 1).repeat_interleave(group, 0)  # (h, sk, d): head h reads kv head h // group
@@ -225,9 +234,11 @@ def _forward(call: _Call, b: int) -> _Softmax:
     capped = call.softcap * torch.tanh(raw / call.softcap) if call.softcap else raw
     score = capped
     if call.score_mod is not None:
-        where = _positions(grid, raw.device)
-        score = _score_at(call.score_mod, capped.flatten(), b, where, {}, {}).reshape(grid)
-    score = torch.where(_allowed(call, b, grid, raw.device), score, -math.inf)
+        where = positions(grid, raw.device)
+        stand_ins = {id(t): t.double() for t in captured_tensors(call.score_mod).values() if t.is_floating_point()}
+        probes = {key: capped.new_zeros(capped.numel()) for key in stand_ins}
+        score = score_at(call.score_mod, capped.flatten(), b, where, stand_ins, probes).reshape(grid)
+    score = torch.where(allowed_positions(call, b, grid, raw.device), score, -math.inf)
 
     max_score = score.amax(-1) if grid[2] else raw.new_full(grid[:2], -math.inf)
     logits = score
@@ -242,7 +253,7 @@ def _forward(call: _Call, b: int) -> _Softmax:
     return _Softmax(rows, keys, q, k, v, raw, capped, p, z, (z * p) @ v, lse, max_score)
 
 
-def _allowed(call: _Call, b: int, grid: tuple[int, int, int], device: torch.device) -> Tensor:
+def allowed_positions(call: Call, b: int, grid: tuple[int, int, int], device: torch.device) -> Tensor:
     """Which positions every mask allows, (h, sq, sk)."""
     _, sq, sk = grid
     i = torch.arange(sq, device=device)[:, None]
@@ -288,7 +299,7 @@ def _block_allowed(block_mask: Any, b: int, grid: tuple[int, int, int], device: 
 
 
 def _mods_backward(
-    call: _Call,
+    call: Call,
     b: int,
     one: _Softmax,
     ds: Tensor,
@@ -303,13 +314,13 @@ def _mods_backward(
     slope = torch.ones_like(ds)
     live = one.p > 0
     if call.score_mod is not None and bool(live.any()):
-        where = [x[live.flatten()] for x in _positions(tuple(ds.shape), ds.device)]
+        where = [x[live.flatten()] for x in positions(tuple(ds.shape), ds.device)]
         captured = captured_tensors(call.score_mod)
         stand_ins = {id(captured[name]): captured[name].detach().double().requires_grad_() for name in dcaptured}
         score = one.capped[live].requires_grad_()
         probes = {key: torch.zeros_like(score).requires_grad_() for key in stand_ins}
         with torch.enable_grad():
-            out = _score_at(call.score_mod, score, b, where, stand_ins, probes)
+            out = score_at(call.score_mod, score, b, where, stand_ins, probes)
         if out.requires_grad:
             leaves = [score, *stand_ins.values()]
             dscore, *dstand = torch.autograd.grad(
@@ -326,7 +337,7 @@ def _mods_backward(
         slope = torch.zeros_like(ds).masked_scatter_(live, slopes)
         for name, grad, read in zip(dcaptured, dstand, reads, strict=True):
             dcaptured[name] += grad
-            largest[name] = max(largest[name], _peak(bound[live] * read))
+            largest[name] = max(largest[name], peak(bound[live] * read))
     if call.softcap:
         bend = 1.0 - torch.tanh(one.raw / call.softcap) ** 2
         ds, slope = ds * bend, slope * bend
@@ -365,7 +376,7 @@ class _ScalarReads(TorchFunctionMode):
         return value + self.probes[source] if source in self.probes and x.dim() else value
 
 
-def _score_at(
+def score_at(
     score_mod: ScoreMod,
     score: Tensor,
     b: int,
@@ -386,7 +397,7 @@ def _score_at(
 
 
 def _mask_at(mask_mod: MaskMod, b: int, grid: tuple[int, int, int], device: torch.device) -> Tensor:
-    where = _positions(grid, device)
+    where = positions(grid, device)
     if where[0].numel() == 0:
         return torch.ones(grid, dtype=torch.bool, device=device)
     batch = torch.tensor(b, device=device)
@@ -470,12 +481,12 @@ def dropout_mask(seed: int, offset: int, b: int, heads: int, sq: int, sk: int, p
     return bits[:, :sq, :sk] >= min(round(p * 2**32), mask)
 
 
-def _batch(call: _Call) -> int:
+def batch_size(call: Call) -> int:
     cu_seqlens = call.lengths_q[0]
     return call.q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
 
 
-def _span(x: Tensor, lengths: tuple[Tensor | None, Tensor | None], b: int) -> Index:
+def span(x: Tensor, lengths: tuple[Tensor | None, Tensor | None], b: int) -> Index:
     """Where the rows of sequence b that count stand in x."""
     cu_seqlens, seqused = lengths
     if cu_seqlens is None:
@@ -484,7 +495,7 @@ def _span(x: Tensor, lengths: tuple[Tensor | None, Tensor | None], b: int) -> In
     return (slice(start, end if seqused is None else min(end, start + int(seqused[b]))),)
 
 
-def _positions(grid: tuple[int, ...], device: torch.device) -> list[Tensor]:
+def positions(grid: tuple[int, ...], device: torch.device) -> list[Tensor]:
     """h, i, j of every element of an (h, sq, sk) grid, each (h * sq * sk,)."""
     axes = [torch.arange(n, device=device) for n in grid]
     return [x.flatten() for x in torch.meshgrid(*axes, indexing="ij")]
@@ -492,14 +503,19 @@ def _positions(grid: tuple[int, ...], device: torch.device) -> list[Tensor]:
 
 def _sum_group(x: Tensor, heads_kv: int) -> Tensor:
     """(h, sk, d) of the query heads -> (sk, hkv, d), summed over each group."""
-    return x.unflatten(0, (heads_kv, x.shape[0] // heads_kv)).sum(1).transpose(0, 1)
+    return _group(x, heads_kv).sum(1).transpose(0, 1)
 
 
-def _restore(x: Tensor, transposed: bool) -> Tensor:
+def _group(x: Tensor, heads_kv: int) -> Tensor:
+    """(h, ...) -> (hkv, h / hkv, ...)"""
+    return x.unflatten(0, (heads_kv, x.shape[0] // heads_kv))
+
+
+def swap_layout(x: Tensor, transposed: bool) -> Tensor:
     return x.transpose(1, 2) if transposed else x
 
 
-def _peak(x: Tensor) -> float:
+def peak(x: Tensor) -> float:
     return float(x.abs().max()) if x.numel() else 0.0
 
 
