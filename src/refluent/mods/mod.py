@@ -75,6 +75,9 @@ class Mod:
     score_grad_is_identity: bool
     _programs: dict[object, Callable[..., object]] = field(default_factory=dict, repr=False)
 
+    def __post_init__(self) -> None:
+        _MODS[self.key] = self
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mod) and self.key == other.key
 
@@ -141,6 +144,17 @@ class Mod:
         return tuple(
             torch.zeros(c.shape, dtype=dtype, device=c.device) if need else None for c, need in zip(captured, needs)
         )
+
+
+_MODS: dict[str, Mod] = {}
+
+
+def find_mod(key: str) -> Mod:
+    """The mod of that key: torch.library ops and compiled graphs carry keys (which contain neither "|" nor ",")."""
+    try:
+        return _MODS[key]
+    except KeyError:
+        raise ValueError(f"mod {key!r}: not traced in this process; call rf.score_mod or rf.mask_mod first") from None
 
 
 @dataclass(frozen=True, eq=False)
