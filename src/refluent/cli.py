@@ -1,0 +1,202 @@
+"""The command line: refluent demo | doctor | check | bench.
+
+Each command imports what it needs when it runs, and returns its exit code: 0 done, 1 a check failed, 2 wrong usage,
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+INTERRUPTED = 130  # what a shell reports for SIGINT: 128 + 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the ``refluent`` command."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.command(arguments))
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return INTERRUPTED
+    except UsageError as error:
+        print(f"refluent: {error}", file=sys.stderr)
+        return 2
+
+
+class UsageError(Exception):
+    """What was asked for cannot be done as asked; the message says what can."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="refluent",
+        description="Attention with any mask and any score function, and its gradient, for PyTorch.",
+        epilog="Start with `refluent doctor`, which says what works on this machine.",
+    )
+    parser.add_argument("--version", action="version", version=f"refluent {_version()}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_demo(commands)
+    _add_doctor(commands)
+    _add_check(commands)
+    _add_bench(commands)
+    return parser
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("refluent")
+
+
+if TYPE_CHECKING:  # argparse has no public name for it, and it takes its parameter only when types are checked
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def _add_demo(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="train a small language model, check its gradients, write a report",
+        description="Trains a byte-level decoder (grouped heads, sliding windows, learned ALiBi slopes) on the text "
+        "behind Python's help(), and the same model with its attention zeroed. Checks the losses and one step's "
+        "attention gradients, and writes a report folder. About a minute on 2 cores. Exit code 1 if a check failed.",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("refluent-report"), help="report folder (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=_positive, default=None, help="training steps of each model")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, batches and sampling (default: 0)")
+    parser.add_argument("--device", default=None, help="cpu, cuda, cuda:1, ... (default: a GPU if torch sees one)")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    parser.set_defaults(command=_demo)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    _require("matplotlib", "tqdm", extra="demo")
+    import dataclasses
+
+    from refluent.demo.run import Request, run
+    from refluent.demo.train import Settings
+
+    settings = Settings(seed=arguments.seed)
+    if arguments.steps is not None:
+        settings = dataclasses.replace(settings, steps=arguments.steps)
+    try:
+        request = Request(arguments.out, _device(arguments.device), settings, quiet=arguments.quiet)
+        return run(request)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _add_doctor(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="say what works on this machine, and what to install for the rest",
+        description="Prints Python, torch, the GPU and its driver, the CuTe DSL, and for each backend whether it works "
+        "here or why not. Exit code 1 if no backend works.",
+    )
+    parser.set_defaults(command=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from refluent.doctor import run
+
+    return run()
+
+
+def _add_check(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "check",
+        help="compare a backend with the float64 reference and print the errors",
+        description="Runs a grid of cases forward and backward and prints each tensor's error as a share of what the "
+        "accuracy rule allows. Exit code 1 if one is over it.",
+    )
+    from refluent.check import CASES, DTYPES, HEAD_DIMS
+
+    parser.add_argument("--backend", default=None, help="backend to check (default: the best for each case)")
+    parser.add_argument("--device", default=None, help="cpu, cuda, ... (default: a GPU if torch sees one)")
+    parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="default: all four")
+    parser.add_argument(
+        "--head-dim", nargs="+", type=_positive, default=list(HEAD_DIMS), metavar="D", help=f"default: {HEAD_DIMS}"
+    )
+    parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES), help="default: all of them")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the inputs (default: 0)")
+    parser.set_defaults(command=_check)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from refluent import check
+
+    _device(arguments.device)
+    return check.run(
+        arguments.backend, arguments.device, arguments.dtype, arguments.head_dim, arguments.case, arguments.seed
+    )
+
+
+def _add_bench(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="run a benchmark of the checkout",
+        description="Runs one of the scripts in bench/ of the source checkout; what follows its name goes to it. "
+        "Without a name, lists them.",
+    )
+    parser.add_argument("name", nargs="?", help="a script in bench/, without .py")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.set_defaults(command=_bench)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    folder = Path(__file__).resolve().parents[2] / "bench"
+    scripts = {path.stem: path for path in sorted(folder.glob("[!_]*.py"))}
+    if not scripts:
+        raise UsageError(
+            "the benchmarks are not part of the installed package: run this from a source checkout that was installed "
+            "with `pip install --editable .`"
+        )
+    if arguments.name is None:
+        print("\n".join(f"refluent bench {name}" for name in scripts))
+        return 0
+    if arguments.name not in scripts:
+        raise UsageError(f"no benchmark {arguments.name!r}; there are: {', '.join(scripts)}")
+    return subprocess.run([sys.executable, scripts[arguments.name], *arguments.arguments]).returncode
+
+
+def _positive(value: str) -> int:
+    number = int(value)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive whole number")
+    return number
+
+
+def _device(name: str | None) -> torch.device | None:
+    """A device that is there, or None where none was named."""
+    if name is None:
+        return None
+    import torch
+
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {name}: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def _require(*modules: str, extra: str) -> None:
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        raise UsageError(f"this needs {' and '.join(missing)}: pip install 'refluent[{extra}]'")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""``refluent demo``: trains a small language model on the text behind Python's help(), checks it, writes a report."""

@@ -1,0 +1,69 @@
+"""Checks the attention gradients of one training step, layer by layer, against the float64 reference."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refluent import accuracy
+
+from . import text
+from .model import Decoder, Traced
+from .train import Settings
+
+
+@dataclass(frozen=True)
+class LayerErrors:
+    """The errors of one layer's gradients; ``failures`` holds what the accuracy rule says against them."""
+
+    layer: int
+    window: tuple[int, int] | None
+    errors: list[accuracy.Errors]
+    failures: list[str]
+
+    def figures(self) -> dict[str, Any]:
+        rows = [asdict(error) | {"ratio_to_eager": error.ratio} for error in self.errors]
+        return {"layer": self.layer, "window": self.window, "gradients": rows, "failures": self.failures}
+
+
+def check_step(model: Decoder, data: text.Text, settings: Settings, sequences: int = 2) -> list[LayerErrors]:
+    """Run one forward and backward of the trained model and judge dq, dk, dv and dslope of every layer."""
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(settings.seed + 1)
+    x, target = next(text.batches(data.train, sequences, settings.length, generator))
+    trace: list[Traced] = []
+    model.zero_grad(set_to_none=True)
+    loss = model.loss(x.to(device), target.to(device), trace)
+    for seen in trace:
+        for tensor in (seen.q, seen.k, seen.v, seen.o):
+            tensor.retain_grad()
+    loss.backward()
+    return [_check_layer(seen) for seen in trace]
+
+
+def _check_layer(seen: Traced) -> LayerErrors:
+    q, k, v = (tensor.detach() for tensor in (seen.q, seen.k, seen.v))
+    do = _grad(seen.o)
+    expected = accuracy.expect(q, k, v, do, causal=True, window=seen.window, score_mod=seen.score_mod)
+    errors, failures = [], []
+    got: list[dict[str, Any]] = [
+        {"dq": _grad(seen.q)},
+        {"dk": _grad(seen.k)},
+        {"dv": _grad(seen.v)},
+        {"dcaptured": {"slope": _grad(seen.slope)}},
+    ]
+    for gradient in got:
+        try:
+            errors += expected.check_backward(**gradient)
+        except accuracy.AccuracyError as error:
+            failures.append(str(error))
+    return LayerErrors(seen.layer, seen.window, errors, failures)
+
+
+def _grad(tensor: Tensor) -> Tensor:
+    if tensor.grad is None:
+        raise RuntimeError("a traced tensor got no gradient")
+    return tensor.grad
