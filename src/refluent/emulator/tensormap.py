@@ -7,7 +7,7 @@ that `violations` states are those of cuTensorMapEncodeTiled in the CUDA driver 
 
 from __future__ import annotations
 
-from collections.abc import Buffer
+from typing_extensions import Buffer
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,0 +1,70 @@
+"""wgmma.mma_async's arithmetic (sm_90a): m64nNk(32 bytes), A from shared memory or registers, B from shared memory.
+
+Source: PTX ISA, "wgmma.mma_async", "Matrix descriptor format", "Register fragments".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from refluent.emulator.isa import fragments, numeric
+from refluent.emulator.isa.operand import MatrixDescriptor, chunk_addresses, gather
+
+M = 64  # rows of one wgmma, 16 a warp
+
+
+@dataclass(frozen=True)
+class WgmmaShape:
+    """What the opcode says: columns, operand types, accumulator type, majorness of A and B."""
+
+    n: int
+    a_type: str
+    b_type: str
+    accumulate_f16: bool
+    negate_a: bool = False
+    negate_b: bool = False
+    a_mn_major: bool = False
+    b_mn_major: bool = False
+
+    @property
+    def registers(self) -> int:
+        """Accumulator registers a thread."""
+        return self.n // 4 if self.accumulate_f16 else self.n // 2
+
+    @property
+    def flops(self) -> int:
+        return 2 * M * self.n * (numeric.K_BYTES // numeric.ELEMENT_BYTES[self.a_type])
+
+    def a_addresses(self, a: MatrixDescriptor) -> np.ndarray:
+        return chunk_addresses(a, M, numeric.K_BYTES, numeric.ELEMENT_BYTES[self.a_type], self.a_mn_major)
+
+    def b_addresses(self, b: MatrixDescriptor) -> np.ndarray:
+        return chunk_addresses(b, self.n, numeric.K_BYTES, numeric.ELEMENT_BYTES[self.b_type], self.b_mn_major)
+
+    def read_a(self, window: np.ndarray, a: MatrixDescriptor) -> np.ndarray:
+        """A (64, k) float32 from shared memory."""
+        element = numeric.ELEMENT_BYTES[self.a_type]
+        return self._signed(numeric.DECODE[self.a_type](gather(window, self.a_addresses(a), element, self.a_mn_major)))
+
+    def a_from_registers(self, warps: list[np.ndarray]) -> np.ndarray:
+        """A (64, k) float32 from the four warps' fragments, each (4, 32) uint32."""
+        words = np.concatenate([fragments.a_fragment_words(registers) for registers in warps])
+        bits = words.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[numeric.ELEMENT_BYTES[self.a_type]])
+        return self._signed(numeric.DECODE[self.a_type](bits))
+
+    def read_b(self, window: np.ndarray, b: MatrixDescriptor) -> np.ndarray:
+        """B (n, k) float32 from shared memory."""
+        element = numeric.ELEMENT_BYTES[self.b_type]
+        values = numeric.DECODE[self.b_type](gather(window, self.b_addresses(b), element, self.b_mn_major))
+        return -values if self.negate_b else values
+
+    def multiply(self, a: np.ndarray, b: np.ndarray, old: list[np.ndarray] | None, model: str) -> list[np.ndarray]:
+        """New accumulator registers of the four warps; `old`: the present ones, None where scale-d is 0."""
+        c = None if old is None else np.concatenate([fragments.read_accumulator(r, self.accumulate_f16) for r in old])
+        d = numeric.multiply_accumulate(a, b, c, model)
+        return [fragments.write_accumulator(d[16 * w : 16 * w + 16], self.accumulate_f16) for w in range(4)]
+
+    def _signed(self, a: np.ndarray) -> np.ndarray:
+        return -a if self.negate_a else a
