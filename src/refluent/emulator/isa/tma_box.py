@@ -19,7 +19,7 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @dataclass(frozen=True)
 class Region:
-    """The part of a box inside its tensor; per dimension, innermost first: first element and count, in box positions."""
+    """The part of a box inside its tensor; per dimension, innermost first: first position in the box, and count."""
 
     address: int  # of the first element inside; bytes
     first: tuple[int, ...]
