@@ -1,0 +1,53 @@
+"""One captured kernel launch: everything the machine needs, nothing of the driver that captured it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Dim3 = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A piece of host memory that the kernel may touch as global memory: a whole storage, not a view of it.
+
+    `fresh`: nothing has written it since it was allocated (torch.empty inside the context).
+    """
+
+    address: int
+    nbytes: int
+    name: str = ""
+    fresh: bool = False
+    owner: Any = field(default=None, repr=False, compare=False)  # keeps the memory alive
+
+    @property
+    def end(self) -> int:
+        return self.address + self.nbytes
+
+
+@dataclass(frozen=True)
+class Launch:
+    """grid in CTAs, block in threads, cluster in CTAs; shared_bytes is the dynamic part; params: one bytes object for
+    each parameter of the PTX entry, in order; programmatic: may start before its predecessor has finished."""
+
+    ptx: str
+    kernel: str
+    arch: str
+    grid: Dim3
+    block: Dim3
+    cluster: Dim3
+    shared_bytes: int
+    params: tuple[bytes, ...]
+    stream: int = 0
+    programmatic: bool = False
+    cooperative: bool = False
+    allocations: tuple[Allocation, ...] = ()
+
+    @property
+    def ctas(self) -> int:
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+    @property
+    def threads(self) -> int:
+        return self.block[0] * self.block[1] * self.block[2]
