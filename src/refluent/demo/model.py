@@ -18,8 +18,8 @@ class Config:
     """Sizes of the model. Every second layer sees only the last ``window`` positions."""
 
     layers: int = 4
-    width: int = 192
-    heads: int = 6
+    width: int = 128
+    heads: int = 4
     heads_kv: int = 2
     window: int = 32
     attend: bool = True  # False: the attention's output is replaced by zeros

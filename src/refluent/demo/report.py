@@ -98,14 +98,14 @@ def _draw_gradients(axes: Any, figures: dict[str, Any]) -> None:
     axes.set_ylabel("largest error / allowed error")
     axes.set_ylim(0, max(1.15, axes.get_ylim()[1]))
     axes.set_title("One step's gradients against the float64 reference")
-    axes.legend(frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(0, 0.9))
+    axes.legend(frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(0, 0.86))
 
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 46rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; width: 100%; } td, th { text-align: left; padding: .25rem .75rem .25rem 0; }
-tr { border-bottom: 1px solid #ddd; } td.number { text-align: right; font-variant-numeric: tabular-nums; }
+tr { border-bottom: 1px solid #ddd; } td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 img { width: 100%; } pre { background: #f5f5f2; padding: .75rem; white-space: pre-wrap; }
 .yes { color: #2c6e2c; } .no { color: #b02a1a; font-weight: bold; }
 """
@@ -131,7 +131,7 @@ def page(figures: dict[str, Any]) -> str:
 <p>A byte-level decoder with grouped heads, sliding windows in half of its layers and a learned ALiBi slope per head,
 trained on the text behind Python's <code>help()</code> ({figures["text_bytes"]:,} bytes), and the same model
 with its attention's output replaced by zeros.</p>
-<table><tr><th>check<th>figure<th>passed</tr>{checks}</table>
+<table><tr><th>check<th class=number>figure<th>passed</tr>{checks}</table>
 <h2>Loss</h2><img src="loss.png" alt="Loss against step: both models and the bigram entropy">
 <h2>Gradients</h2><img src="gradients.png" alt="Gradient errors per layer as a share of what is allowed">
 <h2>A sampled line</h2><pre>{html.escape(sample["prompt"])}<b>{html.escape(sample["text"])}</b></pre>

@@ -114,7 +114,8 @@ def _machine(device: torch.device) -> dict[str, Any]:
 def _progress(steps: Iterable[int], title: str, quiet: bool) -> Any:
     from tqdm import tqdm
 
-    return tqdm(steps, desc=title, unit="step", file=sys.stderr, disable=quiet)
+    interval = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a log file needs few lines
+    return tqdm(steps, desc=title, unit="step", file=sys.stderr, disable=quiet, mininterval=interval, miniters=1)
 
 
 def _silent(*_: object) -> None:

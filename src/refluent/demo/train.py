@@ -70,7 +70,7 @@ def train(data: text.Text, config: Config, settings: Settings, device: torch.dev
             run.held_out.append((step, evaluate(model, data.held_out, settings)))
         if hasattr(steps, "set_postfix_str"):
             held_out = f", held out {run.held_out[-1][1]:.3f}" if run.held_out else ""
-            steps.set_postfix_str(f"loss {run.losses[-1]:.3f}{held_out}")
+            steps.set_postfix_str(f"loss {run.losses[-1]:.3f}{held_out}", refresh=False)
     run.seconds = time.perf_counter() - started
     return run
 
