@@ -1,0 +1,251 @@
+"""The backward over tiles: FlashAttention's (Dao, "FlashAttention-2", 2023, algorithm 2), rows outside, keys inside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from refluent.problem import Gradients, Inputs, Needs, Problem
+from refluent.tiled.dropout import keep_mask
+from refluent.tiled.operands import LOG2E, pack_keys, pack_rows, product_dtype
+from refluent.tiled.scores import Scorer, Workspace
+from refluent.tiled.visible import BlockMap, Keep, Tile, Visibility
+from refluent.tiled.walk import Chunk, Segment, TileSize, chunks
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """What the forward made and what came back: o, do like q with v's head dimension; lse, dlse (b, h, sq), (h, tq)."""
+
+    o: Tensor
+    lse: Tensor
+    do: Tensor
+    dlse: Tensor | None
+
+
+def empty_gradients(problem: Problem, inputs: Inputs, needs: Needs) -> Gradients:
+    """Zeros where a gradient is needed; dsink and dcaptured in the accumulate type."""
+    mod = problem.options.score_mod
+    dcaptured: tuple[Tensor | None, ...] = ()
+    if mod is not None:
+        dcaptured = mod.grad_buffers(inputs.score_captured, needs.dcaptured, problem.accum_dtype)
+    dsink = None
+    if needs.dsink and inputs.sink is not None:
+        dsink = torch.zeros_like(inputs.sink, dtype=problem.accum_dtype)
+    return Gradients(
+        _zeros(inputs.q) if needs.dq else None,
+        _zeros(inputs.k) if needs.dk else None,
+        _zeros(inputs.v) if needs.dv else None,
+        dsink,
+        dcaptured,
+    )
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+
+
+def finish(inputs: Inputs, out: Gradients) -> Gradients:
+    """dsink and dcaptured in their tensors' own types."""
+    return replace(
+        out,
+        dsink=None if out.dsink is None or inputs.sink is None else out.dsink.to(inputs.sink.dtype),
+        dcaptured=tuple(
+            None if grad is None else grad.to(captured.dtype)
+            for grad, captured in zip(out.dcaptured, inputs.score_captured)
+        ),
+    )
+
+
+def backward_segment(
+    problem: Problem,
+    inputs: Inputs,
+    segment: Segment,
+    tile: TileSize,
+    blocks: BlockMap | None,
+    workspace: Workspace,
+    upstream: Upstream,
+    needs: Needs,
+    out: Gradients,
+) -> None:
+    """Fill ``out`` for one segment; dsink and dcaptured are added to."""
+    if segment.len_q == 0:
+        return
+    by_batch, by_head = (blocks.by_batch, blocks.by_head) if blocks is not None else (False, False)
+    for chunk in chunks(segment, problem, tile, by_batch, by_head):
+        _Backward(problem, inputs, chunk, tile, blocks, workspace, upstream, needs, out).run()
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What a tile of rows brings along; r = group * tm rows per unit."""
+
+    q: Tensor  # (units, r, d), times scale
+    q_product: Tensor  # (units, r, d) in the product type; times scale only when it is q itself
+    do: Tensor  # (units, r, dv), divided by 1 - dropout_p
+    do_product: Tensor  # (units, r, dv) in the product type; divided likewise only when it is do itself
+    minus_lse2: Tensor  # (units, r, 1), in units of log 2; -inf where the row is empty, so that p = 0
+    delta: Tensor  # (units, r, 1)
+    dq: Tensor  # (units, r, d), accumulator
+
+
+class _Backward:
+    """One chunk's backward."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        chunk: Chunk,
+        tile: TileSize,
+        blocks: BlockMap | None,
+        workspace: Workspace,
+        upstream: Upstream,
+        needs: Needs,
+        out: Gradients,
+    ) -> None:
+        self.problem, self.inputs, self.chunk, self.tile = problem, inputs, chunk, tile
+        self.upstream, self.needs, self.out = upstream, needs, out
+        self.accum = problem.accum_dtype
+        self.product = product_dtype(problem)
+        self.rounds = self.product != self.accum
+        self.workspace = workspace
+        self.visibility = Visibility(problem, inputs, chunk, tile, blocks)
+        self.scorer = Scorer(problem, inputs, chunk, self.visibility)
+        self.keep_factor = 1.0 / (1.0 - problem.options.dropout_p) if inputs.philox is not None else 1.0
+        self.needs_scores_after = bool(problem.options.softcap) or (
+            problem.options.score_mod is not None and problem.options.score_mod.uses_score_in_grad
+        )
+        len_k = chunk.segment.len_k
+        keys = chunk.key_side(inputs.k, 0, len_k)
+        self.k = pack_keys(keys, chunk, self.accum)  # (units, sk, d)
+        self.k_product = pack_keys(keys, chunk, self.product) if self.rounds else self.k
+        self.v = pack_keys(chunk.key_side(inputs.v, 0, len_k), chunk, self.accum)  # (units, sk, dv)
+        self.dk = self._key_accumulators(problem.head_dim) if needs.dk else []
+        self.dv = self._key_accumulators(problem.head_dim_v) if needs.dv else []
+
+    def _key_accumulators(self, depth: int) -> list[Tensor]:
+        """One contiguous (units, tn, depth) accumulator per tile of keys."""
+        len_k, step = self.chunk.segment.len_k, self.tile.n
+        shapes = [(self.chunk.units, min(step, len_k - j0), depth) for j0 in range(0, len_k, step)]
+        return [torch.zeros(shape, dtype=self.accum, device=self.problem.device) for shape in shapes]
+
+    def run(self) -> None:
+        for i0 in range(0, self.chunk.segment.len_q, self.tile.m):
+            self._run_rows(i0, min(i0 + self.tile.m, self.chunk.segment.len_q))
+        # q carried the scale into dk, unless dk was made from q as it came.
+        self._store_keys(self.out.dk, self.dk, self.problem.scale if self.rounds else 1.0)
+        self._store_keys(self.out.dv, self.dv, self.keep_factor if self.rounds else 1.0)
+
+    def _store_keys(self, target: Tensor | None, tiles: Sequence[Tensor], factor: float) -> None:
+        if target is None:
+            return
+        for number, grad in enumerate(tiles):
+            j0 = number * self.tile.n
+            if factor != 1.0:
+                grad.mul_(factor)
+            rows = grad.view(self.chunk.num_b, self.chunk.num_kv, *grad.shape[1:])
+            self.chunk.key_side(target, j0, j0 + grad.shape[1]).copy_(rows)
+
+    def _run_rows(self, i0: int, i1: int) -> None:
+        rows = self._load_rows(i0, i1)
+        for tile in self.visibility.tiles(i0, i1):
+            self._tile(rows, tile)
+        if self.out.dq is not None:
+            dq = self.scorer.by_head(rows.dq.mul_(self.problem.scale))
+            self.chunk.query_side(self.out.dq, i0, i1).copy_(dq)
+
+    def _load_rows(self, i0: int, i1: int) -> _Rows:
+        chunk, up = self.chunk, self.upstream
+        q_view, do_view = chunk.query_side(self.inputs.q, i0, i1), chunk.query_side(up.do, i0, i1)
+        q = pack_rows(q_view, chunk, self.accum)
+        do = pack_rows(do_view, chunk, self.accum)
+        q_product = pack_rows(q_view, chunk, self.product) if self.rounds else q
+        lse = pack_rows(chunk.row_side(up.lse, i0, i1).unsqueeze(-1), chunk, self.accum)
+        alive = lse != -math.inf
+        # Whatever do and dlse hold in an empty row, nothing of it may spread.
+        alive_bits = Keep(alive, self.accum)
+        alive_bits.zero_(do)
+        do_product = do.to(self.product) if self.rounds else do
+        o = pack_rows(chunk.query_side(up.o, i0, i1), chunk, self.accum)
+        delta = (o * do).sum(-1, keepdim=True)
+        if up.dlse is not None:
+            dlse = pack_rows(chunk.row_side(up.dlse, i0, i1).unsqueeze(-1), chunk, self.accum)
+            alive_bits.zero_(dlse)
+            delta.sub_(dlse)
+        self._add_sink_gradient(lse, delta, alive_bits)
+        do.mul_(self.keep_factor)
+        minus_lse2 = lse.mul_(-LOG2E).masked_fill_(~alive, -math.inf)
+        return _Rows(q.mul_(self.problem.scale), q_product, do, do_product, minus_lse2, delta, torch.zeros_like(q))
+
+    def _add_sink_gradient(self, lse: Tensor, delta: Tensor, alive: Keep) -> None:
+        if self.out.dsink is None or self.inputs.sink is None:
+            return
+        sink = self.chunk.head_side(self.inputs.sink).to(self.accum)[:, None, None]
+        weight = torch.sub(sink, self.scorer.by_head(lse)).exp_().mul_(self.scorer.by_head(delta))
+        alive.zero_(weight.view_as(lse))
+        self.chunk.head_side(self.out.dsink).sub_(weight.sum((0, 2, 3)))
+
+    def _tile(self, rows: _Rows, tile: Tile) -> None:
+        """Everything that one tile adds to dq, dk, dv and to captured tensors."""
+        keys, number = slice(tile.j0, tile.j1), tile.j0 // self.tile.n
+        raw = self._buffer("s", (*rows.q.shape[:-1], tile.j1 - tile.j0), self.accum)
+        torch.bmm(rows.q, self.k[:, keys].transpose(1, 2), out=raw)
+        s = self.scorer.apply(raw, tile)
+        target = self._buffer("p", raw.shape, self.accum) if self.needs_scores_after else raw
+        p = torch.add(rows.minus_lse2, s, alpha=LOG2E, out=target).exp2_()
+        if tile.keep is not None:
+            tile.keep.zero_(self.scorer.by_head(p))
+        kept = self._kept(tile)
+        if self.needs.dv:
+            weights = p
+            if kept is not None:
+                weights = self._buffer("zp", p.shape, self.accum).copy_(p)
+                kept.zero_(self.scorer.by_head(weights))
+            self._add_product(self.dv[number], self._as_product(weights).transpose(1, 2), rows.do_product)
+        if not (self.needs.dq or self.needs.dk or any(self.needs.dcaptured)):
+            return
+        ds = self._score_gradient(rows, p, tile, kept)
+        ds = self.scorer.backward(ds, raw, tile, self.needs.dcaptured, self.out.dcaptured)
+        if not (self.needs.dq or self.needs.dk):
+            return
+        ds = self._as_product(ds)
+        if self.needs.dq:
+            self._add_product(rows.dq, ds, self.k_product[:, keys])
+        if self.needs.dk:
+            self._add_product(self.dk[number], ds.transpose(1, 2), rows.q_product)
+
+    def _kept(self, tile: Tile) -> Keep | None:
+        """The weights that dropout keeps."""
+        if self.inputs.philox is None:
+            return None
+        stream = self.visibility.batch_head(self.problem.heads_q)
+        probability = self.problem.options.dropout_p
+        return Keep(keep_mask(self.inputs.philox, probability, stream, tile.i0, tile.i1, tile.j0, tile.j1), self.accum)
+
+    def _score_gradient(self, rows: _Rows, p: Tensor, tile: Tile, kept: Keep | None) -> Tensor:
+        """ds = p (dp - delta), exactly 0 where masked."""
+        ds = self._buffer("ds", p.shape, self.accum)
+        torch.bmm(rows.do, self.v[:, tile.j0 : tile.j1].transpose(1, 2), out=ds)
+        if kept is not None:
+            kept.zero_(self.scorer.by_head(ds))
+        ds.sub_(rows.delta).mul_(p)
+        if tile.keep is not None:
+            tile.keep.zero_(self.scorer.by_head(ds))
+        return ds
+
+    def _as_product(self, x: Tensor) -> Tensor:
+        return self._buffer("product", x.shape, self.product).copy_(x) if self.rounds else x
+
+    def _add_product(self, acc: Tensor, a: Tensor, b: Tensor) -> None:
+        if self.rounds:
+            acc.add_(torch.bmm(a, b))
+        else:
+            acc.baddbmm_(a, b)
+
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self.workspace.get(name, shape, dtype)
