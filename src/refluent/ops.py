@@ -20,7 +20,7 @@ from refluent import backends
 from refluent.errors import UnsupportedError
 from refluent.masks import BlockTensors
 from refluent.problem import Inputs, Needs, Options, Problem
-from refluent.validate import check_values
+from refluent.values import check_values
 
 
 class Call(NamedTuple):
@@ -134,7 +134,7 @@ def inputs_of(call: Call, problem: Problem) -> Inputs:
     spec = problem.options.block_mask
     blocks = None
     if spec is not None:
-        blocks = BlockTensors(*_spread(call.blocks, (True, True, spec.has_full, spec.has_full) * 2))  # type: ignore[call-arg, arg-type]
+        blocks = BlockTensors(*_spread(call.blocks, (True, True, spec.has_full, spec.has_full) * 2))  # type: ignore[arg-type]
     lists = (tuple(call.score_captured), tuple(call.mask_captured), tuple(call.block_captured))
     return Inputs(*call[:8], *lists, blocks, call.philox)
 
@@ -289,20 +289,38 @@ class _Attention(torch.autograd.Function):
         raise UnsupportedError(FORWARD_MODE)
 
 
+def _light() -> bool:
+    """Whether the operators may run below their autograd kernels: eager mode without torch.func's transforms."""
+    if torch.compiler.is_compiling():
+        return False
+    levels = torch._C._functorch.get_interpreter_stack()
+    if levels and any(level.key() == torch._C._functorch.TransformType.Jvp for level in levels):
+        raise UnsupportedError(FORWARD_MODE)
+    return not levels
+
+
+def _tracked(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether derivatives of either mode can be asked for."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
 def forward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward by the cheapest way that is right here: (o, lse, max_score; empty unless asked for)."""
-    if torch.compiler.is_compiling():
+    if not _light():
         return forward_op(*call)
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        if any(level.key() == torch._C._functorch.TransformType.Jvp for level in _interpreters()):
-            raise UnsupportedError(FORWARD_MODE)
-        return forward_op(*call)
-    tracked = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in _differentiable(call))
-    if tracked or torch.autograd.forward_ad._current_level >= 0:
+    if _tracked(_differentiable(call)):
         return _Attention.apply(call, call.q, call.k, call.v, call.sink, *call.score_captured)
     with torch._C._AutoDispatchBelowAutograd():
         return forward_op(*call)
 
 
-def _interpreters() -> list[Any]:
-    return torch._C._functorch.get_interpreter_stack() or []
+def backward(
+    call: Call, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """Run the backward operator: dq, dk, dv, dsink and one gradient for each captured tensor, None where not needed."""
+    if not _light() or _tracked([do, o, lse, dlse, *_differentiable(call)]):
+        return _spread(backward_op(do, o, lse, dlse, *call, needs), needs)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _spread(backward_op(do, o, lse, dlse, *call, needs), needs)

@@ -1,0 +1,78 @@
+"""Checks of values: what problem.py cannot see without reading from the device."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from refluent.masks import BlockTensors
+from refluent.problem import Inputs, Problem, refuse
+
+
+def check_values(problem: Problem, inputs: Inputs) -> None:
+    """Read and check lengths and block lists.
+
+    On the CPU every call does this; for tensors on a GPU it waits for the device, so only ``rf.validate`` does.
+    Raises ValueError.
+    """
+    for side, cu, used, tensor, bound in (
+        ("q", inputs.cu_seqlens_q, inputs.seqused_q, inputs.q, problem.seqlen_q),
+        ("k", inputs.cu_seqlens_k, inputs.seqused_k, inputs.k, problem.seqlen_k),
+    ):
+        lengths = [bound] * problem.batch
+        if cu is not None:
+            lengths = _check_cu_seqlens(f"cu_seqlens_{side}", cu.tolist(), tensor.shape[0])
+            if max(lengths, default=0) > bound:
+                refuse(f"max_seqlen_{side}", bound, f"at least the longest sequence, {max(lengths)}")
+        if used is not None:
+            _check_seqused(f"seqused_{side}", used.tolist(), lengths)
+    if inputs.blocks is not None:
+        _check_blocks(inputs.blocks)
+
+
+def _check_cu_seqlens(name: str, starts: list[int], tokens: int) -> list[int]:
+    if starts[0] != 0:
+        refuse(name, f"first element {starts[0]}", "0")
+    lengths = [after - before for before, after in pairwise(starts)]
+    for index, length in enumerate(lengths):
+        if length < 0:
+            refuse(name, f"{starts[index]} before {starts[index + 1]} (elements {index}, {index + 1})", "no decrease")
+    if starts[-1] > tokens:
+        refuse(name, f"last element {starts[-1]}", f"at most the number of tokens, {tokens}")
+    return lengths
+
+
+def _check_seqused(name: str, used: list[int], lengths: list[int]) -> None:
+    for index, (count, length) in enumerate(zip(used, lengths)):
+        if not 0 <= count <= length:
+            refuse(name, f"{count} for sequence {index}", f"0 to its length, {length}")
+
+
+def _check_blocks(blocks: BlockTensors) -> None:
+    for name, number, index in (
+        ("kv", blocks.kv_num, blocks.kv_idx),
+        ("full_kv", blocks.full_kv_num, blocks.full_kv_idx),
+        ("q", blocks.q_num, blocks.q_idx),
+        ("full_q", blocks.full_q_num, blocks.full_q_idx),
+    ):
+        if number is not None and index is not None:
+            _check_list(name, number, index)
+
+
+def _check_list(name: str, number: Tensor, index: Tensor) -> None:
+    columns = index.shape[-1]
+    if number.numel() == 0:
+        return
+    least, most = (int(x) for x in number.aminmax())
+    if least < 0 or most > columns:
+        refuse(f"block_mask.{name}_num_blocks", f"values from {least} to {most}", f"0 to {columns}")
+    listed = torch.arange(columns, device=index.device) < number.unsqueeze(-1)
+    wrong = listed & ((index < 0) | (index >= columns))
+    if bool(wrong.any()):
+        refuse(f"block_mask.{name}_indices", int(index[wrong][0]), f"0 to {columns - 1}")
+
+
+def check_reads(problem: Problem, inputs: Inputs) -> None:
+    """Check that reads of captured tensors stay inside them."""
