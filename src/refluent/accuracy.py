@@ -193,7 +193,7 @@ def eager_attention(
         with torch.enable_grad():
             o, lse = _eager_sequence(call, b, leaves[0], leaves[1], leaves[2], stand_ins)
         got["o"][rows] = o.detach()
-        if do is None:
+        if do is None or not o.requires_grad:  # a sequence without keys depends on nothing
             continue
         seen = (lse > -math.inf).detach()
         cotangents = [torch.where(seen[..., None], do[rows], 0.0), torch.zeros_like(lse)]
