@@ -135,9 +135,13 @@ def _add_check(commands: Commands) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from refluent import check
+    from refluent import backends, check
 
     _device(arguments.device)
+    try:
+        backends.check_name(arguments.backend)
+    except (ValueError, NotImplementedError) as error:
+        raise UsageError(f"--{error}") from error
     return check.run(
         arguments.backend, arguments.device, arguments.dtype, arguments.head_dim, arguments.case, arguments.seed
     )
