@@ -95,6 +95,7 @@ _FIELDS: list[tuple[Any, ...]] = [
     ("param_size", _U32),
     ("seed", _U32),  # of perturbed approximations
     ("is_explicit_cluster", _U32),
+    ("converged", _U32),  # .sync instructions executed: each orders its lanes' accesses for the race checker
 ]
 
 
