@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 from torch import Tensor
 
+from refluent import op_rules as op_rules  # registers the operators' vmap and FLOP rules
 from refluent import ops
 from refluent.binding import Bound, autocast, bind, describe_optional
 from refluent.problem import check_layout, check_output_side, describe, refuse

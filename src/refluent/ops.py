@@ -206,19 +206,16 @@ torch.library.register_fake("refluent::attention_backward", _fake_backward, lib=
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
-def _save(ctx: Any, call: Call, output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, tensors: Sequence[Tensor | None], output: tuple[Tensor, Tensor, Tensor]) -> None:
     o, lse, max_score = output
-    tensors, ctx.lengths, ctx.rest = call.pack()
     ctx.save_for_backward(*tensors, o, lse)
     ctx.mark_non_differentiable(max_score)
     ctx.set_materialize_grads(False)
 
 
-def _saved(ctx: Any, do: Tensor | None) -> tuple[Call, Tensor, Tensor, Tensor]:
+def _saved(ctx: Any, do: Tensor | None) -> tuple[list[Tensor | None], Tensor, Tensor, Tensor]:
     *tensors, o, lse = ctx.saved_tensors
-    if do is None:
-        do = o.new_zeros(()).expand(o.shape)
-    return Call.unpack(tensors, ctx.lengths, ctx.rest), do, o, lse
+    return tensors, o.new_zeros(()).expand(o.shape) if do is None else do, o, lse
 
 
 def _spread(made: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
@@ -227,11 +224,13 @@ def _spread(made: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None
 
 
 def _registered_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _save(ctx, Call(*inputs), output)
+    tensors, ctx.lengths, ctx.rest = Call(*inputs).pack()
+    _save(ctx, tensors, output)
 
 
 def _registered_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
-    call, do, o, lse = _saved(ctx, do)
+    tensors, do, o, lse = _saved(ctx, do)
+    call = Call.unpack(tensors, ctx.lengths, ctx.rest)
     wanted = ctx.needs_input_grad
     needs = [*wanted[:3], wanted[7], *(wanted[8] if call.score_captured else [])]
     dq, dk, dv, dsink, *dcaptured = _spread(backward_op(do, o, lse, dlse, *call, needs), needs)
@@ -264,54 +263,76 @@ FORWARD_MODE = (
 
 
 class _Attention(torch.autograd.Function):
-    """The eager path. q, k, v, sink and the captured tensors stand alone because autograd looks at nothing else."""
+    """The light way, with torch.func's transforms too: all tensors as one flat row, as Call.pack makes it."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *score_captured: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(lengths: Any, rest: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            output = forward_op(*call)
-        _save(ctx, call, output)
-        return output
+            return forward_op(*Call.unpack(tensors, lengths, rest))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        ctx.lengths, ctx.rest, *tensors = inputs
+        _save(ctx, tensors, output)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
-        call, do, o, lse = _saved(ctx, do)
-        needs = list(ctx.needs_input_grad[1:])
-        # With create_graph=True the operator's own autograd kernel is wanted: it refuses a second derivative in words.
-        with nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd():
-            made = backward_op(do, o, lse, dlse, *call, needs)
-        return None, *_spread(made, needs)
+        tensors, do, o, lse = _saved(ctx, do)
+        wanted, captured = ctx.needs_input_grad[2:], ctx.lengths[0]
+        needs = (*wanted[:3], wanted[7], *wanted[9 : 9 + captured])
+        # Only with create_graph=True (torch.func does that too) can a second derivative follow.
+        run = _AttentionBackward.apply if torch.is_grad_enabled() else _AttentionBackward.forward
+        made = run(ctx.lengths, ctx.rest, needs, do, o, lse, dlse, *tensors)
+        dq, dk, dv, dsink, *dcaptured = _spread(made, needs)
+        others = [None] * (len(tensors) - 9 - captured)
+        return (None, None, dq, dk, dv, None, None, None, None, dsink, None, *dcaptured, *others)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise UnsupportedError(FORWARD_MODE)
 
 
-def _light() -> bool:
-    """Whether the operators may run below their autograd kernels: eager mode without torch.func's transforms."""
-    if torch.compiler.is_compiling():
-        return False
-    levels = torch._C._functorch.get_interpreter_stack()
-    if levels and any(level.key() == torch._C._functorch.TransformType.Jvp for level in levels):
+class _AttentionBackward(torch.autograd.Function):
+    """The backward, which refuses to be differentiated once more."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        lengths: Any, rest: Any, needs: Any, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None, *tensors: Any
+    ) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(backward_op(do, o, lse, dlse, *Call.unpack(tensors, lengths, rest), needs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+        """Nothing to keep."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _no_second_backward(ctx, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
         raise UnsupportedError(FORWARD_MODE)
-    return not levels
 
 
 def _tracked(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether derivatives of either mode can be asked for."""
-    if torch.autograd.forward_ad._current_level >= 0:
+    """Whether a derivative can be asked for: of either mode, by autograd or by torch.func."""
+    if torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward by the cheapest way that is right here: (o, lse, max_score; empty unless asked for)."""
-    if not _light():
+    if torch.compiler.is_compiling():
         return forward_op(*call)
     if _tracked(_differentiable(call)):
-        return _Attention.apply(call, call.q, call.k, call.v, call.sink, *call.score_captured)
+        tensors, lengths, rest = call.pack()
+        return _Attention.apply(lengths, rest, *tensors)
     with torch._C._AutoDispatchBelowAutograd():
         return forward_op(*call)
 
@@ -320,7 +341,9 @@ def backward(
     call: Call, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None, needs: Sequence[bool]
 ) -> list[Tensor | None]:
     """Run the backward operator: dq, dk, dv, dsink and one gradient for each captured tensor, None where not needed."""
-    if not _light() or _tracked([do, o, lse, dlse, *_differentiable(call)]):
+    if torch.compiler.is_compiling():
         return _spread(backward_op(do, o, lse, dlse, *call, needs), needs)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _spread(backward_op(do, o, lse, dlse, *call, needs), needs)
+    tensors, lengths, rest = call.pack()
+    tracked = _tracked([do, o, lse, dlse, *_differentiable(call)])
+    run = _AttentionBackward.apply if tracked else _AttentionBackward.forward
+    return _spread(run(lengths, rest, tuple(needs), do, o, lse, dlse, *tensors), needs)

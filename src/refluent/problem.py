@@ -177,7 +177,7 @@ def _number(name: str, value: Any, allowed: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         refuse(name, f"{type(value).__name__} {value!r}", allowed, TypeError)
     value = float(value)
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:
         refuse(name, value, allowed)
     return value
 
