@@ -7,14 +7,14 @@ A :class:`TracedMod` pairs it with the live tensors that the user's function cap
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 
-POSITIONS = ("b", "h", "i", "j")
-"""Names of the position arguments: batch, query head, query row, key column (rows and columns inside the sequence)."""
+from refluent.mods.graph import dependencies, describe, digest, output_of, reads_of
+from refluent.mods.program import Reader, Tile, compile_backward, compile_forward, reader_of
 
 Origin = tuple[int, int, int, int]
 """First b, h, i and j of a tile whose positions ascend by one along every dimension."""
@@ -53,36 +53,64 @@ class Read:
     depends_on: frozenset[str]
 
 
-@dataclass(frozen=True, eq=False)
 class Mod:
-    """A traced function of one score, or of one position. Equality and hash are those of ``key``.
+    """A traced function of one score, or of one position. Holds no tensor; equality and hash are those of ``key``.
+
+    ``kind``: "score" or "mask". ``name``: the function's own. ``captured``: the tensors it reads, in the order in
+    which every method takes them. ``reads``: every read of one.
 
     ``graphs`` maps the accumulate type (torch.float32, torch.float64) to the traced graph: placeholders score, b, h,
-    i, j (a mask_mod has no score) and one per captured tensor, pointwise aten operations, and
-    :func:`refluent.mods.graph.read` for every read. ``depends_on`` is a subset of {"score", "b", "h", "i", "j"}.
-    ``uses_score_in_grad``: the gradient needs the raw scores. ``score_grad_is_identity``: d mod / d score is 1, so
-    :meth:`backward` hands ``g`` itself back.
+    i, j (a mask_mod has no score) and c0, c1, ... for the captured tensors, pointwise aten operations, and
+    :func:`refluent.mods.graph.read` for every read. ``grad_graphs`` holds the derived gradients likewise, with one
+    more placeholder, g, and the output (dscore, per read None or (its gradient, *its indices)).
+
+    ``depends_on`` is a subset of {"score", "b", "h", "i", "j"}. ``uses_score_in_grad``: the gradient needs the raw
+    scores. ``score_grad_is_identity``: d mod / d score is 1, so :meth:`backward` hands ``g`` itself back.
     """
 
-    kind: Literal["score", "mask"]
-    name: str
-    key: str
-    captured: tuple[Captured, ...]
-    reads: tuple[Read, ...]
-    graphs: dict[torch.dtype, fx.Graph]
-    depends_on: frozenset[str]
-    uses_score_in_grad: bool
-    score_grad_is_identity: bool
-    _programs: dict[object, Callable[..., object]] = field(default_factory=dict, repr=False)
+    def __init__(
+        self,
+        kind: Literal["score", "mask"],
+        name: str,
+        captured: tuple[Captured, ...],
+        graphs: dict[torch.dtype, fx.Graph],
+        grad_graphs: dict[torch.dtype, fx.Graph],
+    ) -> None:
+        self.kind = kind
+        self.name = name
+        self.captured = captured
+        self.graphs = graphs
+        self.grad_graphs = grad_graphs
+        self.key = f"{kind}-{digest([describe(g) for g in graphs.values()] + [repr(c) for c in captured])}"
+        graph = next(iter(graphs.values()))
+        depends = dependencies(graph)
+        result = output_of(graph)
+        self.depends_on: frozenset[str] = depends[result]
+        self.reads = tuple(_describe_read(node, depends) for node in reads_of(graph))
+        self.uses_score_in_grad = False
+        self.score_grad_is_identity = False
+        for grad_graph in grad_graphs.values():
+            placeholders = {n.name: n for n in grad_graph.nodes if n.op == "placeholder"}
+            self.uses_score_in_grad |= bool(placeholders["score"].users)
+            self.score_grad_is_identity = output_of(grad_graph)[0] is placeholders["g"]
+        self._programs: dict[object, Callable[..., Any]] = {}
 
-    def __post_init__(self) -> None:
-        _MODS[self.key] = self
+    def __repr__(self) -> str:
+        return f"Mod({self.name!r}, {self.key}, captured={list(self.captured_names)})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mod) and self.key == other.key
 
     def __hash__(self) -> int:
         return hash(self.key)
+
+    def __deepcopy__(self, memo: object) -> Mod:
+        return self
+
+    @property
+    def label(self) -> str:
+        """How messages call the function."""
+        return f"{self.kind}_mod {self.name!r}"
 
     @property
     def captured_names(self) -> tuple[str, ...]:
@@ -110,7 +138,14 @@ class Mod:
         such as ``bias[b, h, i, j]`` become slices instead of gathers. ``clamp`` moves indices that are out of range
         to the nearest valid one (for padded tiles); without it they raise ValueError (on the CPU).
         """
-        raise NotImplementedError
+        dtype = torch.float32 if score is None else score.dtype
+        program = self._programs.get(dtype)
+        if program is None:
+            program = compile_forward(self._graph(self.graphs, dtype), self.captured_names, self.label)
+            self._programs[dtype] = program
+        tile = Tile(origin, (b.shape[0], h.shape[1], i.shape[2], j.shape[3]) if origin else _NO_SIZES, clamp)
+        result: Tensor = program(score, b, h, i, j, captured, tile)
+        return result
 
     def backward(
         self,
@@ -135,7 +170,25 @@ class Mod:
         its gradient is added to ``out`` (same shape, float32 or float64) in a fixed order. The result may be ``g``
         itself; ``g`` is never written to.
         """
-        raise NotImplementedError
+        needs = tuple(needs)
+        program = self._programs.get((g.dtype, needs))
+        if program is None:
+            graph = self._graph(self.grad_graphs, g.dtype)
+            program = compile_backward(graph, self._readers_of(g.dtype), self.captured_names, self.label, needs)
+            self._programs[(g.dtype, needs)] = program
+        tile = Tile(origin, (b.shape[0], h.shape[1], i.shape[2], j.shape[3]) if origin else _NO_SIZES, clamp)
+        dscore: Tensor = program(score, b, h, i, j, captured, g, out, tile)
+        return dscore
+
+    def _graph(self, graphs: dict[torch.dtype, fx.Graph], dtype: torch.dtype) -> fx.Graph:
+        if dtype not in graphs:
+            raise ValueError(f"{self.label} runs on scores of type {list(graphs)}, got {dtype}")
+        return graphs[dtype]
+
+    def _readers_of(self, dtype: torch.dtype) -> tuple[Reader, ...]:
+        graph = self.graphs[dtype]
+        depends = dependencies(graph)
+        return tuple(reader_of(n, depends, self.captured_names, self.label) for n in reads_of(graph))
 
     def grad_buffers(
         self, captured: Sequence[Tensor], needs: Sequence[bool], dtype: torch.dtype
@@ -157,16 +210,27 @@ def find_mod(key: str) -> Mod:
         raise ValueError(f"mod {key!r}: not traced in this process; call rf.score_mod or rf.mask_mod first") from None
 
 
-@dataclass(frozen=True, eq=False)
+_NO_SIZES = (0, 0, 0, 0)
+
+
+def _describe_read(node: fx.Node, depends: dict[fx.Node, frozenset[str]]) -> Read:
+    index = tuple(a.name if isinstance(a, fx.Node) else a for a in node.args[2:])
+    return Read(int(node.args[0].name[1:]), node.name, index, depends[node])  # type: ignore[arg-type, union-attr]
+
+
 class TracedMod:
     """A function traced by :func:`refluent.score_mod` or :func:`refluent.mask_mod` and its live captured tensors.
 
     ``captured`` stands in the order of ``mod.captured``. Calling the object calls the user's function.
     """
 
-    mod: Mod
-    captured: tuple[Tensor, ...]
-    fn: Callable[..., Tensor]
+    def __init__(self, mod: Mod, captured: tuple[Tensor, ...], fn: Callable[..., Any]) -> None:
+        self.mod = mod
+        self.captured = captured
+        self.fn = fn
 
-    def __call__(self, *args: Tensor) -> Tensor:
+    def __repr__(self) -> str:
+        return f"TracedMod({self.mod!r})"
+
+    def __call__(self, *args: Tensor) -> Any:
         return self.fn(*args)
