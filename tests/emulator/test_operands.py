@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from refluent.emulator.isa import fragments, numeric, tma_box, tmem
+from refluent.emulator.isa import fragment_maps, numeric, tma_box, tmem
 from refluent.emulator.isa.mma_tcgen05 import InstructionDescriptor, Mma
 from refluent.emulator.isa.mma_wgmma import WgmmaShape
 from refluent.emulator.isa.operand import DescriptorError, MatrixDescriptor, chunk_addresses, gather, swizzle_address
@@ -168,9 +168,12 @@ def test_wgmma_from_registers_and_shared_memory_agree(f16):
             for i in range(4):
                 fragment[i, t] = words[16 * warp + t // 4 + 8 * (i & 1), t % 4 + 4 * (i >> 1)]
         registers.append(fragment)
-    assert np.array_equal(a_shared, shape.a_from_registers(registers))
+    assert np.array_equal(a_shared, np.concatenate([shape.slab_from_registers(r) for r in registers]))
+    slab = shape.read_a(window, MatrixDescriptor.decode(descriptor_word(90, 0, 16, 256, 32), 90), 2)
+    assert np.array_equal(a_shared[32:48], slab)
     b_values = shape.read_b(window, MatrixDescriptor.decode(descriptor_word(90, 8192, 16, 256, 32), 90))
-    out = shape.multiply(a_shared, b_values, None, "fp32")
+    d = numeric.multiply_accumulate(a_shared, b_values, None, "fp32")
+    out = [fragment_maps.write_accumulator(d[16 * w : 16 * w + 16], f16) for w in range(4)]
     product = numeric.DECODE[kind](a) @ numeric.DECODE[kind](b).T
     for warp in range(4):
         assert out[warp].shape == (shape.registers, 32)
@@ -184,20 +187,19 @@ def test_wgmma_from_registers_and_shared_memory_agree(f16):
                 else:
                     column = 8 * (j >> 2) + 2 * (t % 4) + (j & 1)
                     assert out[warp][j, t].view(np.float32) == pytest.approx(product[row, column], rel=1e-5, abs=1e-5)
-    again = shape.multiply(a_shared, b_values, out, "fp32")
-    if not f16:
-        np.testing.assert_allclose(again[0].view(np.float32), 2 * out[0].view(np.float32), rtol=1e-6)
+        if not f16:
+            assert np.array_equal(fragment_maps.read_accumulator(out[warp], f16), d[16 * warp : 16 * warp + 16])
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_ldmatrix_and_stmatrix_are_inverse_and_follow_the_manual(transposed):
     matrices = RNG.integers(0, 1 << 16, (4, 8, 8), dtype=np.uint16)
-    registers = fragments.unpack_matrices(matrices, transposed)
+    registers = fragment_maps.unpack_matrices(matrices, transposed)
     for i in range(4):
         for t in range(32):
             m = matrices[i].T if transposed else matrices[i]
             assert registers[i, t] == int(m[t // 4, 2 * (t % 4)]) | int(m[t // 4, 2 * (t % 4) + 1]) << 16
-    assert np.array_equal(fragments.pack_matrices(registers, transposed), matrices)
+    assert np.array_equal(fragment_maps.pack_matrices(registers, transposed), matrices)
 
 
 @pytest.mark.parametrize(

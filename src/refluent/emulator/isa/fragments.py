@@ -1,98 +1,99 @@
-"""Register fragments of the warp-level and warpgroup-level matrix instructions, and the data motion between them.
-
-All maps give, for register i of thread t, the (row, column) it holds. Sources: PTX ISA, "ldmatrix", "stmatrix",
-"Matrix fragments for mma.m16n8k*", "wgmma register fragments".
-"""
+"""ldmatrix, stmatrix and mma.sync: matrices of one warp. Source: PTX ISA, the sections of these names."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from refluent.emulator.isa import CONTINUE, Handler, Modifiers, Outcome, fragment_maps, handles, numeric
+from refluent.emulator.isa.registers import converged, read_rows, vector, write_rows
+from refluent.emulator.memory import MemoryFault, shared_offset
+from refluent.emulator.ptx import Addr, Instruction, Kernel
 
-@lru_cache(maxsize=8)
-def matrix_b16() -> tuple[np.ndarray, np.ndarray]:
-    """Rows and first columns (16-bit elements) of the 8x8 matrix pair that thread t holds in one register."""
-    t = np.arange(32)
-    return t // 4, 2 * (t % 4)
+if TYPE_CHECKING:
+    from refluent.emulator.cta import CTA, MachineWarp
+    from refluent.emulator.machine import Machine
 
-
-def unpack_matrices(rows: np.ndarray, transposed: bool) -> np.ndarray:
-    """ldmatrix: rows (count, 8, 8) uint16 as addressed -> registers (count, 32) uint32."""
-    m = rows.transpose(0, 2, 1) if transposed else rows
-    row, column = matrix_b16()
-    low, high = m[:, row, column].astype(np.uint32), m[:, row, column + 1].astype(np.uint32)
-    return low | (high << np.uint32(16))
+ROW_BYTES = 16
 
 
-def pack_matrices(registers: np.ndarray, transposed: bool) -> np.ndarray:
-    """stmatrix: registers (count, 32) uint32 -> rows (count, 8, 8) uint16 as addressed."""
-    m = np.empty((registers.shape[0], 8, 8), np.uint16)
-    row, column = matrix_b16()
-    m[:, row, column] = registers & np.uint32(0xFFFF)
-    m[:, row, column + 1] = registers >> np.uint32(16)
-    return np.ascontiguousarray(m.transpose(0, 2, 1)) if transposed else m
+@handles("ldmatrix", "stmatrix")
+def prepare_matrix_move(instr: Instruction, kernel: Kernel) -> Handler:
+    """{ld,st}matrix.sync.aligned.m8n8.x{1,2,4}{.trans}.shared.b16"""
+    modifiers = Modifiers(instr, kernel)
+    modifiers.choose(["sync"])
+    modifiers.choose(["aligned"])
+    modifiers.choose(["m8n8"])
+    count = int(modifiers.choose(["x1", "x2", "x4"])[1:])
+    transposed = modifiers.flag("trans")
+    modifiers.choose(["shared", "shared::cta"])
+    modifiers.choose(["b16"])
+    modifiers.done()
+    load = instr.opcode == "ldmatrix"
+    registers, address = instr.operands if load else instr.operands[::-1]
+    rows = vector(registers)
+    if len(rows) != count or not isinstance(address, Addr):
+        raise modifiers.refuse(f"{count} registers and an address expected")
+
+    def handler(machine: Machine, cta: CTA, warp: MachineWarp, mask: int) -> Outcome:
+        converged(machine, cta, warp, mask, instr)
+        addresses = warp.locate(address)[: 8 * count].astype(np.int64)
+        offsets = np.array([shared_offset(int(a)) for a in addresses])
+        _check_rows(cta, offsets, instr)
+        machine.check.warp_access(warp, cta, offsets, ROW_BYTES, write=not load, lanes=np.arange(8 * count))
+        chunks = cta.shared.view(np.complex128)
+        if load:
+            matrices = chunks[offsets >> 4].view(np.uint16).reshape(count, 8, 8)
+            write_rows(warp, rows, fragment_maps.unpack_matrices(matrices, transposed))
+        else:
+            packed = fragment_maps.pack_matrices(read_rows(warp, rows), transposed)
+            chunks[offsets >> 4] = packed.reshape(-1).view(np.complex128)
+        return CONTINUE
+
+    return handler
 
 
-@lru_cache(maxsize=64)
-def accumulator_f32(columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows (0..15 of the warp's slab) and columns of a float32 accumulator 16 x `columns`: (registers, 32) arrays."""
-    j, t = np.arange(columns // 2)[:, None], np.arange(32)[None, :]
-    row = t // 4 + 8 * ((j >> 1) & 1)
-    column = 8 * (j >> 2) + 2 * (t % 4) + (j & 1)
-    return row, column
+def _check_rows(cta: CTA, offsets: np.ndarray, instr: Instruction) -> None:
+    if (offsets & (ROW_BYTES - 1)).any():
+        raise MemoryFault(f"{instr.name}: a row address is not a multiple of {ROW_BYTES} bytes")
+    if (offsets + ROW_BYTES > cta.shared_end).any():
+        raise MemoryFault(f"{instr.name}: a row lies outside shared memory ({cta.shared_end:#x} bytes)")
 
 
-def read_accumulator(registers: np.ndarray, f16: bool) -> np.ndarray:
-    """Accumulator registers (count, 32) uint32 of one warp -> float32 (16, columns)."""
-    if f16:
-        pairs = registers.view(np.float16).reshape(registers.shape[0], 32, 2).astype(np.float32)
-        out = np.empty((16, registers.shape[0] * 4), np.float32)
-        row, column = _accumulator_f16(registers.shape[0])
-        out[row, column], out[row, column + 1] = pairs[:, :, 0], pairs[:, :, 1]
-        return out
-    columns = registers.shape[0] * 2
-    out = np.empty((16, columns), np.float32)
-    out[accumulator_f32(columns)] = registers.view(np.float32)
-    return out
+_MMA_SHAPES = {("m16n8k16", 2): 4, ("m16n8k8", 2): 2, ("m16n8k8", 4): 4, ("m16n8k32", 1): 4}
 
 
-def write_accumulator(values: np.ndarray, f16: bool) -> np.ndarray:
-    """float32 (16, columns) -> registers (count, 32) uint32 of one warp."""
-    if f16:
-        row, column = _accumulator_f16(values.shape[1] // 4)
-        half = values.astype(np.float16).view(np.uint16).astype(np.uint32)
-        return half[row, column] | (half[row, column + 1] << np.uint32(16))
-    return np.ascontiguousarray(values[accumulator_f32(values.shape[1])]).view(np.uint32)
+@handles("mma")
+def prepare_mma(instr: Instruction, kernel: Kernel) -> Handler:
+    """mma.sync.aligned.m16n8k*.row.col.{f32,f16}.{f16,bf16,tf32,e4m3,e5m2}...: dense, one warp."""
+    modifiers = Modifiers(instr, kernel)
+    modifiers.choose(["sync"])
+    modifiers.choose(["aligned"])
+    shape = modifiers.choose(["m16n8k16", "m16n8k8", "m16n8k32"])
+    modifiers.choose(["row"])
+    modifiers.choose(["col"])
+    types = modifiers.left
+    if len(types) != 4 or types[0] != types[3] or types[0] not in ("f32", "f16"):
+        raise modifiers.refuse(f"types {types} are not of the form D.A.B.C with f32 or f16 accumulators")
+    f16, a_type, b_type = types[0] == "f16", types[1], types[2]
+    if a_type not in numeric.DECODE or (shape, numeric.ELEMENT_BYTES[a_type]) not in _MMA_SHAPES:
+        raise modifiers.refuse(f"{shape} of {a_type} is not executed")
+    d_rows, a_rows, b_rows, c_rows = (vector(operand) for operand in instr.operands)
+    if len(a_rows) != _MMA_SHAPES[shape, numeric.ELEMENT_BYTES[a_type]]:
+        raise modifiers.refuse(f"{len(a_rows)} registers of A")
+    unpack_a = fragment_maps.a_fragment_words if len(a_rows) == 4 else fragment_maps.a_fragment_words_k8
 
+    def decode(words: np.ndarray, kind: str) -> np.ndarray:
+        return numeric.DECODE[kind](words.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[numeric.ELEMENT_BYTES[kind]]))
 
-@lru_cache(maxsize=64)
-def _accumulator_f16(registers: int) -> tuple[np.ndarray, np.ndarray]:
-    j, t = np.arange(registers)[:, None], np.arange(32)[None, :]
-    return t // 4 + 8 * (j & 1), 8 * (j >> 1) + 2 * (t % 4)
+    def handler(machine: Machine, cta: CTA, warp: MachineWarp, mask: int) -> Outcome:
+        converged(machine, cta, warp, mask, instr)
+        a = decode(unpack_a(read_rows(warp, a_rows)), a_type)
+        b = decode(fragment_maps.b_fragment_words(read_rows(warp, b_rows)), b_type)
+        c = fragment_maps.read_accumulator(read_rows(warp, c_rows), f16)
+        d = numeric.multiply_accumulate(a, b, c, machine.accumulator)
+        write_rows(warp, d_rows, fragment_maps.write_accumulator(d, f16))
+        return CONTINUE
 
-
-def a_fragment_words(registers: np.ndarray) -> np.ndarray:
-    """A fragment of 16 rows x 32 bytes: registers (4, 32) uint32 -> words (16, 8) uint32."""
-    i, t = np.arange(4)[:, None], np.arange(32)[None, :]
-    words = np.empty((16, 8), np.uint32)
-    words[t // 4 + 8 * (i & 1), t % 4 + 4 * (i >> 1)] = registers
-    return words
-
-
-def b_fragment_words(registers: np.ndarray) -> np.ndarray:
-    """B fragment of 8 columns x (16 bytes a register): registers (n, 32) uint32 -> words (8, 4 n) uint32."""
-    count = registers.shape[0]
-    i, t = np.arange(count)[:, None], np.arange(32)[None, :]
-    words = np.empty((8, 4 * count), np.uint32)
-    words[t // 4 + 0 * i, t % 4 + 4 * i] = registers
-    return words
-
-
-def a_fragment_words_k8(registers: np.ndarray) -> np.ndarray:
-    """A fragment of 16 rows x 16 bytes (m16n8k8, 16-bit): registers (2, 32) -> words (16, 4)."""
-    i, t = np.arange(2)[:, None], np.arange(32)[None, :]
-    words = np.empty((16, 4), np.uint32)
-    words[t // 4 + 8 * i, t % 4 + 0 * i] = registers
-    return words
+    return handler

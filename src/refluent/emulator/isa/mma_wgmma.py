@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refluent.emulator.isa import fragments, numeric
+from refluent.emulator.isa import fragment_maps, numeric
 from refluent.emulator.isa.operand import MatrixDescriptor, chunk_addresses, gather
 
 M = 64  # rows of one wgmma, 16 a warp
@@ -37,20 +37,28 @@ class WgmmaShape:
     def flops(self) -> int:
         return 2 * M * self.n * (numeric.K_BYTES // numeric.ELEMENT_BYTES[self.a_type])
 
-    def a_addresses(self, a: MatrixDescriptor) -> np.ndarray:
-        return chunk_addresses(a, M, numeric.K_BYTES, numeric.ELEMENT_BYTES[self.a_type], self.a_mn_major)
+    def a_addresses(self, a: MatrixDescriptor, slab: int | None = None) -> np.ndarray:
+        """Chunks of A: all 64 rows, or the 16 of warp `slab`."""
+        chunks = chunk_addresses(a, M, numeric.K_BYTES, numeric.ELEMENT_BYTES[self.a_type], self.a_mn_major)
+        if slab is None:
+            return chunks
+        if not self.a_mn_major:
+            return chunks[16 * slab : 16 * slab + 16]
+        per_chunk = 16 // numeric.ELEMENT_BYTES[self.a_type]
+        return chunks[:, 16 * slab // per_chunk : (16 * slab + 16) // per_chunk]
 
     def b_addresses(self, b: MatrixDescriptor) -> np.ndarray:
         return chunk_addresses(b, self.n, numeric.K_BYTES, numeric.ELEMENT_BYTES[self.b_type], self.b_mn_major)
 
-    def read_a(self, window: np.ndarray, a: MatrixDescriptor) -> np.ndarray:
-        """A (64, k) float32 from shared memory."""
+    def read_a(self, window: np.ndarray, a: MatrixDescriptor, slab: int | None = None) -> np.ndarray:
+        """A (64, k) float32, or the 16 rows of warp `slab`, from shared memory."""
         element = numeric.ELEMENT_BYTES[self.a_type]
-        return self._signed(numeric.DECODE[self.a_type](gather(window, self.a_addresses(a), element, self.a_mn_major)))
+        bits = gather(window, self.a_addresses(a, slab), element, self.a_mn_major)
+        return self._signed(numeric.DECODE[self.a_type](bits))
 
-    def a_from_registers(self, warps: list[np.ndarray]) -> np.ndarray:
-        """A (64, k) float32 from the four warps' fragments, each (4, 32) uint32."""
-        words = np.concatenate([fragments.a_fragment_words(registers) for registers in warps])
+    def slab_from_registers(self, registers: np.ndarray) -> np.ndarray:
+        """A (16, k) float32 from one warp's fragment, (4, 32) uint32."""
+        words = fragment_maps.a_fragment_words(registers)
         bits = words.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[numeric.ELEMENT_BYTES[self.a_type]])
         return self._signed(numeric.DECODE[self.a_type](bits))
 
@@ -59,12 +67,6 @@ class WgmmaShape:
         element = numeric.ELEMENT_BYTES[self.b_type]
         values = numeric.DECODE[self.b_type](gather(window, self.b_addresses(b), element, self.b_mn_major))
         return -values if self.negate_b else values
-
-    def multiply(self, a: np.ndarray, b: np.ndarray, old: list[np.ndarray] | None, model: str) -> list[np.ndarray]:
-        """New accumulator registers of the four warps; `old`: the present ones, None where scale-d is 0."""
-        c = None if old is None else np.concatenate([fragments.read_accumulator(r, self.accumulate_f16) for r in old])
-        d = numeric.multiply_accumulate(a, b, c, model)
-        return [fragments.write_accumulator(d[16 * w : 16 * w + 16], self.accumulate_f16) for w in range(4)]
 
     def _signed(self, a: np.ndarray) -> np.ndarray:
         return -a if self.negate_a else a
