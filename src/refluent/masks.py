@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
-from refluent.mods.mod import Mod
+from refluent.mods import Mod, TracedMod
+from refluent.mods import mask_mod as trace_mask_mod
 
 Window = tuple[int | None, int | None]
 """(left, right): how many keys before and after the diagonal a row sees; None is open."""
@@ -45,7 +49,7 @@ class BlockTensors(NamedTuple):
     full_q_idx: Tensor | None
 
 
-def normalize_window(window: int | None | tuple[int | None, int | None]) -> Window:
+def normalize_window(window: tuple[int | None, int | None] | None) -> Window:
     """Window as (left, right) with None for open; -1 and None mean open, anything else negative is refused."""
     if window is None:
         return (None, None)
@@ -101,3 +105,208 @@ def query_range(
     lo = 0 if right is None else max(0, first_col - shift - right)
     hi = seqlen_q if left is None else min(seqlen_q, last_col - shift + left + 1)
     return lo, max(lo, hi)
+
+
+_DENSE_FUNCTION = "noop_mask"  # what torch puts where a BlockMask has no function of its own
+
+
+def from_block_mask(
+    block_mask: Any, *, batch: int, heads: int, seqlen_q: int, seqlen_k: int
+) -> tuple[BlockSpec, BlockTensors, TracedMod | None]:
+    """Take a torch BlockMask apart: static facts, lists, and its own mask_mod, traced (None: it has none).
+
+    seqlen_q, seqlen_k in tokens (of a packed side: the max sequence length). A mask over longer sequences is cropped.
+    Reads no values, so that nothing waits for the device. Raises TypeError for anything but a BlockMask, ValueError
+    for a block size that is no multiple of 16, for a batch or head dimension that is neither 1 nor full, and for a
+    mask shorter than the sequences.
+    """
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(f"block_mask must be a torch BlockMask or None, got {type(block_mask).__name__}")
+    block_m, block_n = block_mask.BLOCK_SIZE
+    if block_m <= 0 or block_n <= 0 or block_m % 16 or block_n % 16:
+        raise ValueError(f"block_mask BLOCK_SIZE must be multiples of 16, got {block_mask.BLOCK_SIZE}")
+    given = block_mask.kv_num_blocks.shape
+    if len(given) != 3 or given[0] not in (1, batch) or given[1] not in (1, heads):
+        raise ValueError(
+            f"block_mask batch and head dimensions must be 1 or full ({batch}, {heads}), got {tuple(given[:-1])}"
+        )
+    num_m, num_n = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
+    have = (block_mask.kv_indices.shape[2], block_mask.kv_indices.shape[3])
+    if have[0] < num_m or have[1] < num_n:
+        raise ValueError(
+            f"block_mask covers {have[0] * block_m} queries and {have[1] * block_n} keys, "
+            f"but the sequences have {seqlen_q} and {seqlen_k}"
+        )
+    fn = block_mask.mask_mod
+    traced = None if fn is None or getattr(fn, "__name__", "") == _DENSE_FUNCTION else trace_mask_mod(fn)
+    has_full = block_mask.full_kv_num_blocks is not None
+    spec = BlockSpec(block_m, block_n, None if traced is None else traced.mod, has_full)
+    return spec, _tensors_of(block_mask, num_m, num_n, have), traced
+
+
+def _tensors_of(block_mask: BlockMask, num_m: int, num_n: int, have: tuple[int, int]) -> BlockTensors:
+    """The lists by query block and by key block, cropped to num_m x num_n blocks, transposed where torch has none."""
+    lists: list[Tensor | None] = []
+    transposed: list[Tensor | None] = []
+    for num, idx, q_num, q_idx in (
+        (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.q_num_blocks, block_mask.q_indices),
+        (
+            block_mask.full_kv_num_blocks,
+            block_mask.full_kv_indices,
+            block_mask.full_q_num_blocks,
+            block_mask.full_q_indices,
+        ),
+    ):
+        if num is None or idx is None:
+            lists += [None, None]
+            transposed += [None, None]
+        elif have == (num_m, num_n) and q_num is not None and q_idx is not None:
+            lists += [_int32(num), _int32(idx)]
+            transposed += [_int32(q_num), _int32(q_idx)]
+        else:
+            dense = dense_blocks(num, idx, have[1])[..., :num_m, :num_n]
+            lists += list_blocks(dense)
+            transposed += list_blocks(dense.transpose(-1, -2))
+    return BlockTensors(*lists, *transposed)  # type: ignore[arg-type]
+
+
+def _int32(x: Tensor) -> Tensor:
+    return x.to(torch.int32).contiguous()
+
+
+def dense_blocks(num: Tensor, idx: Tensor, num_n: int) -> Tensor:
+    """Lists (Bm, Hm, num_m), (Bm, Hm, num_m, >= num entries) as a bool map (Bm, Hm, num_m, num_n) of listed blocks."""
+    listed = torch.arange(idx.shape[-1], device=idx.device) < num[..., None]
+    # Entries past the count may hold anything: they go to an extra column.
+    target = torch.where(listed, idx.long().clamp(0, max(num_n - 1, 0)), num_n)
+    dense = torch.zeros(*num.shape, num_n + 1, dtype=torch.bool, device=idx.device)
+    return dense.scatter_(-1, target, True)[..., :num_n]
+
+
+def list_blocks(dense: Tensor) -> tuple[Tensor, Tensor]:
+    """A bool map (Bm, Hm, num_m, num_n) as counts (Bm, Hm, num_m) and ascending indices (..., num_n), int32."""
+    idx = torch.argsort(dense.to(torch.int8), dim=-1, descending=True, stable=True)
+    return dense.sum(-1, dtype=torch.int32), idx.to(torch.int32).contiguous()
+
+
+def check_block_tensors(tensors: BlockTensors) -> None:
+    """Read the lists and raise ValueError where a count or an index is out of range or a block is listed twice,
+
+    and where the lists by key block do not say the same as those by query block.
+    """
+    num_m, num_n = tensors.kv_idx.shape[-2:]
+    maps = []
+    for name, num, idx, limit in (
+        ("kv", tensors.kv_num, tensors.kv_idx, num_n),
+        ("full_kv", tensors.full_kv_num, tensors.full_kv_idx, num_n),
+        ("q", tensors.q_num, tensors.q_idx, num_m),
+        ("full_q", tensors.full_q_num, tensors.full_q_idx, num_m),
+    ):
+        if num is None or idx is None:
+            maps.append(None)
+            continue
+        if bool(((num < 0) | (num > min(limit, idx.shape[-1]))).any()):
+            raise ValueError(f"block_mask {name}_num_blocks must be between 0 and {limit}")
+        listed = torch.arange(idx.shape[-1], device=idx.device) < num[..., None]
+        if bool((listed & ((idx < 0) | (idx >= limit))).any()):
+            raise ValueError(f"block_mask {name}_indices must be between 0 and {limit - 1}")
+        dense = dense_blocks(num, idx, limit)
+        if bool((dense.sum(-1) != num).any()):
+            raise ValueError(f"block_mask {name}_indices lists a block twice in one row")
+        maps.append(dense)
+    kv, full_kv, q, full_q = maps
+    if kv is not None and full_kv is not None and bool((kv & full_kv).any()):
+        raise ValueError("block_mask lists a block both as partial and as full")
+    for by_query, by_key in ((kv, q), (full_kv, full_q)):
+        if by_query is not None and by_key is not None and not torch.equal(by_query, by_key.transpose(-1, -2)):
+            raise ValueError("block_mask q_indices are not the transpose of its kv_indices")
+
+
+def to_block_mask(
+    spec: BlockSpec, tensors: BlockTensors, mask_mod: Callable[..., Any] | None, *, seqlen_q: int, seqlen_k: int
+) -> BlockMask:
+    """Put a torch BlockMask together again; ``mask_mod``: the function of ``spec.mask_mod``."""
+    made = BlockMask.from_kv_blocks(
+        tensors.kv_num,
+        tensors.kv_idx,
+        tensors.full_kv_num,
+        tensors.full_kv_idx,
+        BLOCK_SIZE=(spec.block_m, spec.block_n),
+        mask_mod=mask_mod,
+        seq_lengths=(seqlen_q, seqlen_k),
+    )
+    return made
+
+
+_CHUNK = 1 << 22
+"""Positions that create_block_mask evaluates at once."""
+
+
+def create_block_mask(
+    mask_mod: Callable[..., Any],
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+) -> BlockMask:
+    """torch's create_block_mask, without a (Q_LEN, KV_LEN) tensor: strips of at most 4 million positions at a time.
+
+    ``mask_mod(b, h, i, j) -> bool`` or a traced one. B, H: batches and query heads, None or 1 where the mask is the
+    same for all of them. Lengths in tokens; ``BLOCK_SIZE``: multiple of 16, or a pair (queries, keys) of them. The
+    lists are on ``device`` (default: that of the function's captured tensors, else the CPU). Blocks at a ragged end
+    are partial, as torch has them.
+    """
+    traced = trace_mask_mod(mask_mod)
+    block_m, block_n = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+    if block_m <= 0 or block_n <= 0 or block_m % 16 or block_n % 16:
+        raise ValueError(f"BLOCK_SIZE must be multiples of 16, got {BLOCK_SIZE}")
+    batch, heads = B or 1, H or 1
+    if min(batch, heads) < 1 or min(Q_LEN, KV_LEN) < 1:
+        raise ValueError(f"B, H, Q_LEN and KV_LEN must be at least 1, got {B}, {H}, {Q_LEN}, {KV_LEN}")
+    if device is None:
+        device = traced.captured[0].device if traced.captured else "cpu"
+    num_m, num_n = -(-Q_LEN // block_m), -(-KV_LEN // block_n)
+    partial = torch.zeros(batch, heads, num_m, num_n, dtype=torch.bool, device=device)
+    full = torch.zeros_like(partial)
+    blocks_at_once = max(1, _CHUNK // (batch * heads * block_m * block_n))
+    for m in range(num_m):
+        for n in range(0, num_n, blocks_at_once):
+            counts = _count_allowed(
+                traced,
+                (batch, heads),
+                (m * block_m, min(Q_LEN, (m + 1) * block_m)),
+                (n * block_n, min(KV_LEN, (n + blocks_at_once) * block_n)),
+                block_n,
+                torch.device(device),
+            )
+            full[:, :, m, n : n + blocks_at_once] = counts == block_m * block_n
+            partial[:, :, m, n : n + blocks_at_once] = (counts > 0) & (counts < block_m * block_n)
+    return BlockMask.from_kv_blocks(
+        *list_blocks(partial),
+        *list_blocks(full),
+        BLOCK_SIZE=(block_m, block_n),
+        mask_mod=mask_mod,
+        seq_lengths=(Q_LEN, KV_LEN),
+    )
+
+
+def _count_allowed(
+    traced: TracedMod,
+    sizes: tuple[int, int],
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+    block_n: int,
+    device: torch.device,
+) -> Tensor:
+    """How many positions of each block of a strip the mask allows: (B, H, number of blocks)."""
+    b = torch.arange(sizes[0], device=device).view(-1, 1, 1, 1)
+    h = torch.arange(sizes[1], device=device).view(1, -1, 1, 1)
+    i = torch.arange(*rows, device=device).view(1, 1, -1, 1)
+    j = torch.arange(*columns, device=device).view(1, 1, 1, -1)
+    allowed = traced.mod.evaluate(None, b, h, i, j, traced.captured, origin=(0, 0, rows[0], columns[0]))
+    per_column = allowed.expand(-1, -1, len(i.flatten()), j.shape[-1]).sum(2, dtype=torch.int32)
+    ragged = -per_column.shape[-1] % block_n
+    per_block = torch.nn.functional.pad(per_column, (0, ragged)).unflatten(-1, (-1, block_n)).sum(-1)
+    return per_block.expand(*sizes, -1)
