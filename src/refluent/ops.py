@@ -262,8 +262,8 @@ FORWARD_MODE = (
 )
 
 
-class _Attention(torch.autograd.Function):
-    """The light way, with torch.func's transforms too: all tensors as one flat row, as Call.pack makes it."""
+class _Transformable(torch.autograd.Function):
+    """Below torch.func's transforms; takes all tensors as one flat row, as Call.pack makes it."""
 
     generate_vmap_rule = True
 
@@ -294,6 +294,19 @@ class _Attention(torch.autograd.Function):
         raise UnsupportedError(FORWARD_MODE)
 
 
+class _Attention(torch.autograd.Function):
+    """The light way: a forward that sets its own context costs 10 us a call less than a separate setup_context."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        output = _Transformable.forward(*inputs)
+        _Transformable.setup_context(ctx, inputs, output)
+        return output
+
+    backward = _Transformable.backward
+    jvp = _Transformable.jvp
+
+
 class _AttentionBackward(torch.autograd.Function):
     """The backward, which refuses to be differentiated once more."""
 
@@ -320,8 +333,8 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 def _tracked(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether a derivative can be asked for: of either mode, by autograd or by torch.func."""
-    if torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+    """Whether a derivative of either mode can be asked for."""
+    if torch.autograd.forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
@@ -330,9 +343,10 @@ def forward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward by the cheapest way that is right here: (o, lse, max_score; empty unless asked for)."""
     if torch.compiler.is_compiling():
         return forward_op(*call)
-    if _tracked(_differentiable(call)):
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if transformed or _tracked(_differentiable(call)):
         tensors, lengths, rest = call.pack()
-        return _Attention.apply(lengths, rest, *tensors)
+        return (_Transformable if transformed else _Attention).apply(lengths, rest, *tensors)
     with torch._C._AutoDispatchBelowAutograd():
         return forward_op(*call)
 
@@ -344,6 +358,7 @@ def backward(
     if torch.compiler.is_compiling():
         return _spread(backward_op(do, o, lse, dlse, *call, needs), needs)
     tensors, lengths, rest = call.pack()
-    tracked = _tracked([do, o, lse, dlse, *_differentiable(call)])
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    tracked = transformed or _tracked([do, o, lse, dlse, *_differentiable(call)])
     run = _AttentionBackward.apply if tracked else _AttentionBackward.forward
     return _spread(run(lengths, rest, tuple(needs), do, o, lse, dlse, *tensors), needs)
