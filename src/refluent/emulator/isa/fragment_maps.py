@@ -44,33 +44,35 @@ def accumulator_f32(columns: int) -> tuple[np.ndarray, np.ndarray]:
     return row, column
 
 
+@lru_cache(maxsize=64)
+def _accumulator_f16(columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same for float16: two consecutive columns a register, so (registers, 32, 2) arrays."""
+    j, t, half = np.arange(columns // 4)[:, None, None], np.arange(32)[None, :, None], np.arange(2)[None, None, :]
+    return t // 4 + 8 * (j & 1) + 0 * half, 8 * (j >> 1) + 2 * (t % 4) + half
+
+
+@lru_cache(maxsize=64)
+def _orders(columns: int, f16: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Flat positions: matrix element of each register slot, and register slot of each matrix element."""
+    row, column = _accumulator_f16(columns) if f16 else accumulator_f32(columns)
+    to_registers = (row * columns + column).ravel()
+    to_matrix = np.empty_like(to_registers)
+    to_matrix[to_registers] = np.arange(to_registers.size)
+    return to_registers, to_matrix
+
+
 def read_accumulator(registers: np.ndarray, f16: bool) -> np.ndarray:
     """Accumulator registers (count, 32) uint32 of one warp -> float32 (16, columns)."""
-    if f16:
-        pairs = registers.view(np.float16).reshape(registers.shape[0], 32, 2).astype(np.float32)
-        out = np.empty((16, registers.shape[0] * 4), np.float32)
-        row, column = _accumulator_f16(registers.shape[0])
-        out[row, column], out[row, column + 1] = pairs[:, :, 0], pairs[:, :, 1]
-        return out
-    columns = registers.shape[0] * 2
-    out = np.empty((16, columns), np.float32)
-    out[accumulator_f32(columns)] = registers.view(np.float32)
-    return out
+    columns = registers.shape[0] * (4 if f16 else 2)
+    values = registers.view(np.float16 if f16 else np.float32).reshape(-1)
+    matrix = values.take(_orders(columns, f16)[1]).reshape(16, columns)
+    return matrix.astype(np.float32) if f16 else matrix
 
 
 def write_accumulator(values: np.ndarray, f16: bool) -> np.ndarray:
     """float32 (16, columns) -> registers (count, 32) uint32 of one warp."""
-    if f16:
-        row, column = _accumulator_f16(values.shape[1] // 4)
-        half = values.astype(np.float16).view(np.uint16).astype(np.uint32)
-        return half[row, column] | (half[row, column + 1] << np.uint32(16))
-    return np.ascontiguousarray(values[accumulator_f32(values.shape[1])]).view(np.uint32)
-
-
-@lru_cache(maxsize=64)
-def _accumulator_f16(registers: int) -> tuple[np.ndarray, np.ndarray]:
-    j, t = np.arange(registers)[:, None], np.arange(32)[None, :]
-    return t // 4 + 8 * (j & 1), 8 * (j >> 1) + 2 * (t % 4)
+    slots = values.reshape(-1).take(_orders(values.shape[1], f16)[0])
+    return (slots.astype(np.float16) if f16 else slots).view(np.uint32).reshape(-1, 32)
 
 
 def a_fragment_words(registers: np.ndarray) -> np.ndarray:
