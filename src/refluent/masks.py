@@ -110,21 +110,23 @@ def query_range(
 _DENSE_FUNCTION = "noop_mask"  # what torch puts where a BlockMask has no function of its own
 
 
-def from_block_mask(
-    block_mask: Any, *, batch: int, heads: int, seqlen_q: int, seqlen_k: int
+def bind_block_mask(
+    block_mask: Any, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device
 ) -> tuple[BlockSpec, BlockTensors, TracedMod | None]:
     """Take a torch BlockMask apart: static facts, lists, and its own mask_mod, traced (None: it has none).
 
     seqlen_q, seqlen_k in tokens (of a packed side: the max sequence length). A mask over longer sequences is cropped.
     Reads no values, so that nothing waits for the device. Raises TypeError for anything but a BlockMask, ValueError
-    for a block size that is no multiple of 16, for a batch or head dimension that is neither 1 nor full, and for a
-    mask shorter than the sequences.
+    for a block size that is no multiple of 16, for a batch or head dimension that is neither 1 nor full, for a mask
+    shorter than the sequences, and for one on another device.
     """
     if not isinstance(block_mask, BlockMask):
         raise TypeError(f"block_mask must be a torch BlockMask or None, got {type(block_mask).__name__}")
     block_m, block_n = block_mask.BLOCK_SIZE
     if block_m <= 0 or block_n <= 0 or block_m % 16 or block_n % 16:
         raise ValueError(f"block_mask BLOCK_SIZE must be multiples of 16, got {block_mask.BLOCK_SIZE}")
+    if block_mask.kv_num_blocks.device != device:
+        raise ValueError(f"block_mask must be on {device}, got {block_mask.kv_num_blocks.device}")
     given = block_mask.kv_num_blocks.shape
     if len(given) != 3 or given[0] not in (1, batch) or given[1] not in (1, heads):
         raise ValueError(
@@ -190,12 +192,13 @@ def list_blocks(dense: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_block_tensors(tensors: BlockTensors) -> None:
-    """Read the lists and raise ValueError where a count or an index is out of range or a block is listed twice,
+    """Read the lists and raise ValueError where they contradict themselves.
 
-    and where the lists by key block do not say the same as those by query block.
+    That is: a count or an index out of range, a block listed twice, lists by key block that are not the transpose of
+    those by query block.
     """
     num_m, num_n = tensors.kv_idx.shape[-2:]
-    maps = []
+    maps: list[Tensor | None] = []
     for name, num, idx, limit in (
         ("kv", tensors.kv_num, tensors.kv_idx, num_n),
         ("full_kv", tensors.full_kv_num, tensors.full_kv_idx, num_n),
@@ -226,7 +229,7 @@ def to_block_mask(
     spec: BlockSpec, tensors: BlockTensors, mask_mod: Callable[..., Any] | None, *, seqlen_q: int, seqlen_k: int
 ) -> BlockMask:
     """Put a torch BlockMask together again; ``mask_mod``: the function of ``spec.mask_mod``."""
-    made = BlockMask.from_kv_blocks(
+    return BlockMask.from_kv_blocks(
         tensors.kv_num,
         tensors.kv_idx,
         tensors.full_kv_num,
@@ -235,7 +238,6 @@ def to_block_mask(
         mask_mod=mask_mod,
         seq_lengths=(seqlen_q, seqlen_k),
     )
-    return made
 
 
 _CHUNK = 1 << 22

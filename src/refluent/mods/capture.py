@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 _PLAIN = (int, bool, str, type(None), bytes, complex, torch.dtype, torch.device, type(Ellipsis))
-_LIBRARIES = frozenset({"torch", "math", "builtins", "operator", "functools", "itertools", "numpy", "refluent", "typing"})
+_LIBRARIES = frozenset(
+    {"torch", "math", "builtins", "operator", "functools", "itertools", "numpy", "refluent", "typing"}
+)
 _BY_VALUE = (enum.Enum, fractions.Fraction, decimal.Decimal, datetime.date, datetime.timedelta, range, slice)
 _BY_REPR = (float, int, str, complex, np.generic)  # subclasses of python's numbers: numpy's scalars, IntEnum
 _BY_IDENTITY = (type, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)

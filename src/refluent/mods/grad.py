@@ -6,6 +6,7 @@ vector-Jacobian product is too.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -69,10 +70,9 @@ def derive(graph: fx.Graph, name: str) -> fx.Graph:
 
 def _gradients(result: Tensor, variables: list[Tensor | None], g: Tensor) -> list[Tensor | None]:
     wanted = [v for v in variables if v is not None]
+    found: Iterator[Tensor | None]
     if result.requires_grad:
         found = iter(torch.autograd.grad(result, wanted, g, allow_unused=True))
     else:
-        found = iter([None] * len(wanted))
+        found = iter((None,) * len(wanted))
     return [None if v is None else next(found) for v in variables]
-
-

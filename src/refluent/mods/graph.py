@@ -39,6 +39,14 @@ def dtype_of(node: fx.Node) -> torch.dtype:
     return dtype
 
 
+def captured_number(node: fx.Node) -> int:
+    """Which captured tensor a read node reads."""
+    source = node.args[0]
+    if not isinstance(source, fx.Node):
+        raise TypeError(f"{node} is no read")
+    return int(source.name[1:])
+
+
 def inputs_of(node: fx.Node) -> list[fx.Node]:
     """The nodes that a node's value comes from; a read's captured tensor is not one."""
     return [n for n in node.all_input_nodes if not (node.target is read and n is node.args[0])]
@@ -57,7 +65,7 @@ def dependencies(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
 
 def _is_one(arg: object) -> bool:
     if isinstance(arg, fx.Node):
-        return arg.target is constant and arg.args[0] == 1
+        return arg.target is constant and bool(arg.args[0] == 1)
     return not isinstance(arg, bool) and arg == 1
 
 
@@ -115,7 +123,11 @@ def simplify(graph: fx.Graph, *, keep_detach: bool) -> fx.Graph:
             if not (keep_detach and node.target is aten.detach.default):
                 same = _same_as_argument(copied)
             if same is None:
-                key = (node.target, _exact(copied.args), tuple(sorted((k, _exact(v)) for k, v in copied.kwargs.items())))
+                key = (
+                    node.target,
+                    _exact(copied.args),
+                    tuple(sorted((k, _exact(v)) for k, v in copied.kwargs.items())),
+                )
                 same = known.setdefault(key, copied)
         if same is not None and same is not copied:
             done.erase_node(copied)
@@ -176,7 +188,9 @@ def digest(parts: Iterable[str]) -> str:
     return hashlib.sha256("\x00".join(parts).encode()).hexdigest()[:16]
 
 
-def replay(graph: fx.Graph, env: dict[fx.Node, Any], call: Callable[[fx.Node, tuple[Any, ...], dict[str, Any]], Any]) -> Any:
+def replay(
+    graph: fx.Graph, env: dict[fx.Node, Any], call: Callable[[fx.Node, tuple[Any, ...], dict[str, Any]], Any]
+) -> Any:
     """Run ``graph`` node by node from ``env`` (placeholders' values); ``call`` runs one node."""
     for node in graph.nodes:
         if node.op == "output":

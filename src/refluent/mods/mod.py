@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from refluent.mods.graph import dependencies, describe, digest, output_of, reads_of
+from refluent.mods.graph import captured_number, dependencies, describe, digest, output_of, reads_of
 from refluent.mods.program import Reader, Tile, compile_backward, compile_forward, reader_of
 
 Origin = tuple[int, int, int, int]
@@ -215,7 +215,7 @@ _NO_SIZES = (0, 0, 0, 0)
 
 def _describe_read(node: fx.Node, depends: dict[fx.Node, frozenset[str]]) -> Read:
     index = tuple(a.name if isinstance(a, fx.Node) else a for a in node.args[2:])
-    return Read(int(node.args[0].name[1:]), node.name, index, depends[node])  # type: ignore[arg-type, union-attr]
+    return Read(captured_number(node), node.name, index, depends[node])  # type: ignore[arg-type]
 
 
 class TracedMod:

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from refluent.mods.graph import (
     POSITIONS,
     aten,
+    captured_number,
     constant,
     dependencies,
     dtype_of,
@@ -124,19 +125,23 @@ class Reader:
 
 def reader_of(node: fx.Node, depends: dict[fx.Node, frozenset[str]], names: Sequence[str], label: str) -> Reader:
     """The reader of a read node; ``names`` of the captured tensors and ``label`` of the function serve messages."""
-    number = int(node.args[0].name[1:])  # type: ignore[union-attr]
-    axes: list[int | tuple[int]] | None = []
-    for item in node.args[2:]:
+    number = captured_number(node)
+    axes = _axes(node.args[2:])
+    reduced = tuple(a for a, name in enumerate(POSITIONS) if name not in depends[node])
+    return Reader(number, dtype_of(node), axes, reduced, f"{label} reads {names[number]}")
+
+
+def _axes(index: Sequence[Any]) -> tuple[int | tuple[int], ...] | None:
+    """Tile axes and fixed numbers that index a captured tensor; None where an index is computed or comes twice."""
+    axes: list[int | tuple[int]] = []
+    for item in index:
         if isinstance(item, int):
             axes.append((item,))
-        elif isinstance(item, fx.Node) and item.name in POSITIONS and POSITIONS.index(item.name) not in axes:
+        elif item.name in POSITIONS and POSITIONS.index(item.name) not in axes:
             axes.append(POSITIONS.index(item.name))
         else:
-            axes = None
-            break
-    reduced = tuple(a for a, name in enumerate(POSITIONS) if name not in depends[node])
-    what = f"{label} reads {names[number]}"
-    return Reader(number, node.args[1], None if axes is None else tuple(axes), reduced, what)  # type: ignore[arg-type]
+            return None
+    return tuple(axes)
 
 
 class _Writer:
@@ -304,8 +309,14 @@ def _products_to_fuse(graph: fx.Graph, depends: dict[fx.Node, frozenset[str]]) -
             continue
         a, b = node.args
         for product, other in ((b, a), (a, b)):
-            if all(isinstance(n, fx.Node) and n.target is not constant for n in (product, other)) and _is_product(product):
-                if len(product.users) == 1 and product is not other and dtype_of(other) == dtype_of(product) == dtype_of(node):
+            if all(isinstance(n, fx.Node) and n.target is not constant for n in (product, other)) and _is_product(
+                product
+            ):
+                if (
+                    len(product.users) == 1
+                    and product is not other
+                    and dtype_of(other) == dtype_of(product) == dtype_of(node)
+                ):
                     found.add(product)
                     break
     return found
@@ -387,7 +398,7 @@ def _reduced(writer: _Writer, dr: fx.Node, reader: Reader, contraction: tuple[fx
 
 
 def _is_zero(node: object) -> bool:
-    return isinstance(node, fx.Node) and node.target is constant and node.args[0] == 0
+    return isinstance(node, fx.Node) and node.target is constant and bool(node.args[0] == 0)
 
 
 def _is_finite(node: Any, powers: int = 2) -> bool:
@@ -427,9 +438,7 @@ def is_clean(node: fx.Node) -> bool:
     return False
 
 
-def _contraction(
-    dr: fx.Node, reader: Reader, depends: dict[fx.Node, frozenset[str]]
-) -> tuple[fx.Node, fx.Node] | None:
+def _contraction(dr: fx.Node, reader: Reader, depends: dict[fx.Node, frozenset[str]]) -> tuple[fx.Node, fx.Node] | None:
     """(scores, weights) where ``dr`` is their product, only summed over i and j, and weights depends on no b or h."""
     if dr.target is not aten.mul.Tensor or len(dr.users) != 1 or not {2, 3} <= set(reader.reduced) or not is_clean(dr):
         return None

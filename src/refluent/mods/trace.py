@@ -107,7 +107,9 @@ class Recorder:
         self.nodes[id(tensor)] = node
         return tensor
 
-    def emit(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> fx.Node:
+    def emit(
+        self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+    ) -> fx.Node:
         node = self.trace.graph.call_function(target, args, kwargs)
         node.meta["dtype"] = dtype
         node.meta["line"] = _user_line()
@@ -489,9 +491,9 @@ def record(
         trace.graph.output(_result_node(recorder, result, kind, dtype))
     except Exception as error:
         what = str(error) if isinstance(error, Refusal) else f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"{kind}_mod {name_of_function(fn)!r} cannot be traced: {what}{_where(error, fn)}"
-        ) from (None if isinstance(error, Refusal) else error)
+        raise ValueError(f"{kind}_mod {name_of_function(fn)!r} cannot be traced: {what}{_where(error, fn)}") from (
+            None if isinstance(error, Refusal) else error
+        )
     return trace
 
 
