@@ -94,6 +94,7 @@ class Mod:
             self.uses_score_in_grad |= bool(placeholders["score"].users)
             self.score_grad_is_identity = output_of(grad_graph)[0] is placeholders["g"]
         self._programs: dict[object, Callable[..., Any]] = {}
+        _MODS.setdefault(self.key, self)
 
     def __repr__(self) -> str:
         return f"Mod({self.name!r}, {self.key}, captured={list(self.captured_names)})"
