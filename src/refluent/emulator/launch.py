@@ -1,4 +1,4 @@
-"""One captured kernel launch: everything the machine needs, nothing of the driver that captured it."""
+"""One kernel launch as the driver captured it: everything the machine needs, nothing of where it came from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchRequest:
     """grid in CTAs, block in threads, cluster in CTAs; shared_bytes is the dynamic part; params: one bytes object for
     each parameter of the PTX entry, in order; programmatic: may start before its predecessor has finished."""
 

@@ -7,7 +7,6 @@ that `violations` states are those of cuTensorMapEncodeTiled in the CUDA driver 
 
 from __future__ import annotations
 
-from typing_extensions import Buffer
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,7 +74,7 @@ class TensorMap:
         return self.element_bytes + sum((n - 1) * s for n, s in zip(self.dims, self.strides, strict=True))
 
 
-def parse(descriptor: Buffer) -> TensorMap:
+def parse(descriptor: bytes | bytearray | memoryview | np.ndarray) -> TensorMap:
     """The descriptor in 128 bytes (any buffer of exactly that size); TensorMapError if a field is unknown."""
     raw = bytes(descriptor)
     if len(raw) != DESCRIPTOR_BYTES:

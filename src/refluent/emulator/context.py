@@ -1,0 +1,145 @@
+"""`gpu()`: inside it, CuTe DSL kernels are compiled for an emulated chip and run there."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from refluent.emulator import cudart, driver
+from refluent.emulator.chips import Chip, make_chip
+from refluent.emulator.errors import DriverError, EmulatorError, FindingsError
+from refluent.emulator.handed import HandedIn
+from refluent.emulator.launch import LaunchRequest
+from refluent.emulator.patches import Patches
+
+if TYPE_CHECKING:
+    from refluent.emulator.machine import Machine
+    from refluent.emulator.report import Report
+
+
+def gpu(
+    arch: str,
+    *,
+    seed: int = 0,
+    schedule: str = "fair",
+    checks: str | Iterable[str] = "all",
+    num_sms: int = 8,
+    on_finding: str = "raise",
+    line_info: bool = True,
+    trace: bool = False,
+) -> Gpu:
+    """An emulated GPU, as a context manager.
+
+    Inside the `with` block, whatever the CuTe DSL compiles is compiled for `arch`, and its launches run here instead of
+    on a device; CPU tensors stand for GPU tensors (`is_cuda`, `device`, queries of torch.cuda), and a kernel may touch
+    the storages of the tensors that its call is given, nothing else. Functions compiled inside can be called in any
+    later context of the same arch. One context at a time.
+
+    arch: "sm_90a" or "sm_100a". seed, schedule: which legal order of warps, CTAs and asynchronous operations: "fair",
+    "random", "late" or "early"; the same seed is the same run. checks: "all", "none" or names of checks. num_sms: how
+    many multiprocessors the chip has. on_finding: "raise" a FindingsError on leaving the block, or "record" only.
+    line_info: compile with source lines, so that findings name them. trace: keep what `timeline` needs.
+
+    Raises DriverError (unknown DSL version, bad argument, context inside a context) and, from calls inside, what the
+    machine raises: faults, deadlocks, unsupported PTX.
+    """
+    from refluent.emulator.machine import Machine  # brings numba and LLVM
+
+    chip = make_chip(arch, num_sms)
+    machine = Machine(arch, seed=seed, schedule=schedule, checks=checks, num_sms=num_sms, trace=trace)
+    return Gpu(chip, machine, on_finding=on_finding, line_info=line_info)
+
+
+class Gpu:
+    """The emulated chip of one `with` block, and afterwards what was seen there."""
+
+    def __init__(self, chip: Chip, machine: Machine, *, on_finding: str = "raise", line_info: bool = True) -> None:
+        if on_finding not in ("raise", "record"):
+            raise DriverError(f"on_finding must be 'raise' or 'record', got {on_finding!r}")
+        self.chip = chip
+        self.arch = chip.arch
+        self.line_info = line_info
+        self.on_finding = on_finding
+        self.handed = HandedIn()
+        self.machine = machine
+        self._pending: list[LaunchRequest] = []
+        self._error: Exception | None = None
+        self._patches = Patches()
+        self._mode: Any = None
+        self._used = False
+
+    def __enter__(self) -> Gpu:
+        from refluent.emulator import host
+
+        if cudart.active() is not None:
+            raise DriverError("emulator.gpu(...) inside emulator.gpu(...): leave the first context before the second")
+        if self._used:
+            raise DriverError("this emulated GPU has been used: make another with emulator.gpu(...)")
+        self._used = True
+        try:
+            driver.install(self, self._patches)
+            self._mode = host.install(self.chip, self.handed, self._patches)
+            self._mode.__enter__()
+        except BaseException:
+            self._patches.undo()
+            raise
+        cudart.activate(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        from refluent.emulator import host
+
+        cudart.activate(None)
+        try:
+            self._mode.__exit__(kind, error, trace)
+        finally:
+            self._patches.undo()
+            host.uninstall()
+            self._pending.clear()
+            self.handed.forget()
+        if kind is None and self.on_finding == "raise" and self.report().findings:
+            raise FindingsError(str(self.report()))
+
+    def report(self) -> Report:
+        """Launches, counters and findings so far."""
+        return self.machine.report
+
+    def timeline(self, folder: str | os.PathLike[str]) -> None:
+        """Write what each warp did: timeline.json (Perfetto) and timeline.svg. Needs gpu(..., trace=True)."""
+        if self.machine.trace is None:
+            raise EmulatorError("nothing was traced: use emulator.gpu(..., trace=True)")
+        self.machine.trace.write(folder)
+
+    def hand_in(self, value: Any) -> None:
+        """Name a tensor or array whose memory kernels will reach through raw pointers."""
+        self.handed.note(value)
+
+    # What driver.py and cudart.py need
+
+    def capture(self, launch: LaunchRequest) -> None:
+        self._pending.append(launch)
+
+    def fail(self, error: Exception) -> None:
+        self._error = self._error or error
+
+    def abandon_call(self) -> None:
+        self._pending.clear()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error from None
+
+    def finish_call(self) -> None:
+        launches, self._pending = self._pending, []
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        allocations = self.handed.allocations()
+        for launch in launches:
+            self.machine.launch(dataclasses.replace(launch, allocations=allocations))
+        if launches:
+            self.machine.synchronize()
