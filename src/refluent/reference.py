@@ -245,7 +245,8 @@ def _forward(call: Call, b: int) -> _Softmax:
     if call.sink is not None:
         logits = torch.cat([score, call.sink[:, None, None].expand(*grid[:2], 1)], -1)
     lse = torch.logsumexp(logits, -1) if logits.shape[-1] else raw.new_full(grid[:2], -math.inf)
-    p = torch.where(score == -math.inf, 0.0, torch.exp(score - lse[..., None]))
+    # exp(score - lse) would round lse once for a whole row; the quotient does not
+    p = torch.where(score == -math.inf, 0.0, torch.softmax(logits, -1)[..., : grid[2]])
     z = torch.ones_like(p)
     if call.dropout_p:
         keep = dropout_mask(call.seed, call.offset, b, *grid, call.dropout_p)
