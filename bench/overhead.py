@@ -107,7 +107,7 @@ def alibi(slope: Tensor) -> Callable[..., Tensor]:
 
 
 def null_options() -> str:
-    return options_key(None, True, None, 0.0, "", "", "", 0.0, False, False, "null")
+    return options_key(None, True, None, None, 0.0, "", "", "", 0.0, False, False, "null")
 
 
 def microseconds(function: Callable[[], Any], calls: int) -> float:
@@ -132,9 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     sys.modules["refluent_null_backend"] = null_backend()
     backends.MODULES["null"] = "refluent_null_backend"
     inputs = [torch.randn(SHAPE, requires_grad=True) for _ in range(3)]
-    table = {
-        name: (forward, backward_of(forward, inputs), [], []) for name, forward in cases(inputs).items()
-    }
+    table = {name: (forward, backward_of(forward, inputs), [], []) for name, forward in cases(inputs).items()}
     for _ in range(options.rounds + 1):
         for forward, backward, forward_times, backward_times in table.values():
             forward_times.append(microseconds(forward, options.calls))

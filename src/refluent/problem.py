@@ -211,6 +211,13 @@ def check_dropout_p(dropout_p: Any) -> float:
     return value
 
 
+def check_window(window: Any) -> tuple[int | None, int | None]:
+    """(left, right) in positions beside the bottom-right diagonal; None is open."""
+    left, right = normalize_window(window)
+    # int() turns a symbolic int of torch.compile into a guarded constant.
+    return None if left is None else int(left), None if right is None else int(right)
+
+
 def check_layout(layout: Any) -> bool:
     """Whether heads come before positions."""
     if layout not in LAYOUTS:
@@ -244,7 +251,8 @@ def check_seed(name: str, value: Any, device: torch.device) -> None:
 def options_key(
     scale: Any,
     causal: Any,
-    window: Any,
+    left: int | None,
+    right: int | None,
     softcap: Any,
     score_mod: str,
     mask_mod: str,
@@ -258,7 +266,6 @@ def options_key(
 
     Mods appear as their keys and the block mask as ``block_m,block_n,has_full,key``; "" stands for none.
     """
-    left, right = (None if side is None else int(side) for side in normalize_window(window))
     fields = (
         f"{check_scale(scale)}",
         f"{_flag('causal', causal)}",
