@@ -11,7 +11,7 @@ from torch import Tensor
 
 from refluent.problem import Gradients, Inputs, Needs, Problem
 from refluent.tiled.dropout import keep_mask
-from refluent.tiled.operands import LOG2E, pack_keys, pack_rows, product_dtype
+from refluent.tiled.operands import Exponential, minus_inf_to_zero, pack_keys, pack_rows, product_dtype
 from refluent.tiled.scores import Scorer, Workspace
 from refluent.tiled.visible import BlockMap, Keep, Tile, Visibility
 from refluent.tiled.walk import Chunk, Segment, TileSize, chunks
@@ -88,7 +88,7 @@ class _Rows:
     q_product: Tensor  # (units, r, d) in the product type; times scale only when it is q itself
     do: Tensor  # (units, r, dv), divided by 1 - dropout_p
     do_product: Tensor  # (units, r, dv) in the product type; divided likewise only when it is do itself
-    minus_lse2: Tensor  # (units, r, 1), in units of log 2; -inf where the row is empty, so that p = 0
+    minus_lse: Tensor  # (units, r, 1), as Exponential takes it; -inf where the row is empty, so that p = 0
     delta: Tensor  # (units, r, 1)
     dq: Tensor  # (units, r, d), accumulator
 
@@ -113,6 +113,7 @@ class _Backward:
         self.accum = problem.accum_dtype
         self.product = product_dtype(problem)
         self.rounds = self.product != self.accum
+        self.exp = Exponential(self.accum)
         self.workspace = workspace
         self.visibility = Visibility(problem, inputs, chunk, tile, blocks)
         self.scorer = Scorer(problem, inputs, chunk, self.visibility)
@@ -161,26 +162,42 @@ class _Backward:
 
     def _load_rows(self, i0: int, i1: int) -> _Rows:
         chunk, up = self.chunk, self.upstream
-        q_view, do_view = chunk.query_side(self.inputs.q, i0, i1), chunk.query_side(up.do, i0, i1)
+        q_view = chunk.query_side(self.inputs.q, i0, i1)
         q = pack_rows(q_view, chunk, self.accum)
-        do = pack_rows(do_view, chunk, self.accum)
         q_product = pack_rows(q_view, chunk, self.product) if self.rounds else q
-        lse = pack_rows(chunk.row_side(up.lse, i0, i1).unsqueeze(-1), chunk, self.accum)
-        alive = lse != -math.inf
-        # Whatever do and dlse hold in an empty row, nothing of it may spread.
-        alive_bits = Keep(alive, self.accum)
-        alive_bits.zero_(do)
-        do_product = do.to(self.product) if self.rounds else do
+        do = pack_rows(chunk.query_side(up.do, i0, i1), chunk, self.accum)
         o = pack_rows(chunk.query_side(up.o, i0, i1), chunk, self.accum)
+        lse = pack_rows(chunk.row_side(up.lse, i0, i1).unsqueeze(-1), chunk, self.accum)
+        alive = Keep(lse != -math.inf, self.accum)
+        # Whatever do and dlse hold in an empty row, nothing of it may spread.
+        Keep(self._seen(lse, o), self.accum).zero_(do)
         delta = (o * do).sum(-1, keepdim=True)
         if up.dlse is not None:
             dlse = pack_rows(chunk.row_side(up.dlse, i0, i1).unsqueeze(-1), chunk, self.accum)
-            alive_bits.zero_(dlse)
+            alive.zero_(dlse)
             delta.sub_(dlse)
-        self._add_sink_gradient(lse, delta, alive_bits)
+        self._add_sink_gradient(lse, delta, alive)
+        finite_lse = minus_inf_to_zero(lse)
+        minus_lse = self.exp.minus(finite_lse)
+        do_product = do.to(self.product) if self.rounds else do
+        # p times a number per row is do and delta times that number.
         do.mul_(self.keep_factor)
-        minus_lse2 = lse.mul_(-LOG2E).masked_fill_(~alive, -math.inf)
-        return _Rows(q.mul_(self.problem.scale), q_product, do, do_product, minus_lse2, delta, torch.zeros_like(q))
+        residual = None if self.rounds else self.exp.residual(finite_lse, minus_lse)
+        if residual is not None:
+            correction = residual.neg_().exp_()
+            do.mul_(correction)
+            delta.mul_(correction)
+        minus_lse.masked_fill_(lse == -math.inf, -math.inf)
+        return _Rows(q.mul_(self.problem.scale), q_product, do, do_product, minus_lse, delta, torch.zeros_like(q))
+
+    def _seen(self, lse: Tensor, o: Tensor) -> Tensor:
+        """Rows that see something, (units, r, 1) bool."""
+        seen = lse != -math.inf
+        if self.inputs.sink is not None:
+            sink = self.chunk.head_side(self.inputs.sink).to(self.accum)[:, None, None]
+            empty = self.scorer.by_head(lse) == sink
+            seen &= ~(empty.view_as(lse) & (o == 0).all(-1, keepdim=True))
+        return seen
 
     def _add_sink_gradient(self, lse: Tensor, delta: Tensor, alive: Keep) -> None:
         if self.out.dsink is None or self.inputs.sink is None:
@@ -197,7 +214,7 @@ class _Backward:
         torch.bmm(rows.q, self.k[:, keys].transpose(1, 2), out=raw)
         s = self.scorer.apply(raw, tile)
         target = self._buffer("p", raw.shape, self.accum) if self.needs_scores_after else raw
-        p = torch.add(rows.minus_lse2, s, alpha=LOG2E, out=target).exp2_()
+        p = self.exp.of(s, rows.minus_lse, out=target)
         if tile.keep is not None:
             tile.keep.zero_(self.scorer.by_head(p))
         kept = self._kept(tile)

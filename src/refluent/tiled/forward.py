@@ -11,7 +11,7 @@ from torch import Tensor
 
 from refluent.problem import Inputs, Problem
 from refluent.tiled.dropout import keep_mask
-from refluent.tiled.operands import LOG2E, minus_inf_to_zero, pack_keys, pack_rows, product_dtype
+from refluent.tiled.operands import Exponential, minus_inf_to_zero, pack_keys, pack_rows, product_dtype
 from refluent.tiled.scores import Scorer, Workspace
 from refluent.tiled.visible import BlockMap, Keep, Tile, Visibility
 from refluent.tiled.walk import Chunk, Segment, TileSize, chunks
@@ -67,6 +67,7 @@ class _Forward:
         self.problem, self.inputs, self.chunk, self.tile, self.out = problem, inputs, chunk, tile, out
         self.accum = problem.accum_dtype
         self.product = product_dtype(problem)
+        self.exp = Exponential(self.accum)
         self.workspace = workspace
         self.visibility = Visibility(problem, inputs, chunk, tile, blocks)
         self.scorer = Scorer(problem, inputs, chunk, self.visibility)
@@ -88,9 +89,9 @@ class _Forward:
         for tile in self.visibility.tiles(i0, i1):
             s = self._scores(q, tile)
             new_max = torch.maximum(row_max, s.amax(-1, keepdim=True))
-            minus_max2 = minus_inf_to_zero(new_max).mul_(-LOG2E)
-            p = torch.add(minus_max2, s, alpha=LOG2E, out=self._buffer("p", s.shape, self.accum)).exp2_()
-            rescale = torch.add(minus_max2, row_max, alpha=LOG2E).exp2_()
+            minus_max = self.exp.minus(minus_inf_to_zero(new_max))
+            p = self.exp.of(s, minus_max, out=self._buffer("p", s.shape, self.accum))
+            rescale = self.exp.of(row_max, minus_max, out=row_max)
             row_sum.mul_(rescale).add_(p.sum(-1, keepdim=True))
             row_max = new_max
             if self.inputs.philox is not None:
@@ -126,7 +127,11 @@ class _Forward:
     def _store(self, i0: int, i1: int, acc: Tensor, row_max: Tensor, row_sum: Tensor) -> None:
         chunk, out = self.chunk, self.out
         top = minus_inf_to_zero(row_max)
-        lse = row_sum.log().add_(top)
+        lse = row_sum.log()
+        residual = self.exp.residual(top, self.exp.minus(top))
+        if residual is not None:
+            lse.sub_(residual)
+        lse.add_(top)
         total = row_sum
         if self.inputs.sink is not None:
             sink = chunk.head_side(self.inputs.sink).to(self.accum)[:, None, None]

@@ -11,7 +11,7 @@ from torch import Tensor
 from refluent.problem import Problem
 from refluent.tiled.walk import Chunk
 
-LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
 
 
 @functools.cache
@@ -43,6 +43,35 @@ def pack_rows(x: Tensor, chunk: Chunk, dtype: torch.dtype) -> Tensor:
 def pack_keys(x: Tensor, chunk: Chunk, dtype: torch.dtype) -> Tensor:
     """(b, hkv, s, d) view -> (units, s, d) contiguous."""
     return pack_rows(x, chunk, dtype)
+
+
+class Exponential:
+    """exp(x - c) for a tile x and a number c per row, in two passes over the tile.
+
+    In float32 it is 2 ** (x log2(e) - c log2(e)): torch's exp2 runs at four times the speed of its exp on the CPU and
+    the multiplication is free, fused into the subtraction. Rounding c log2(e) costs up to 2**-24 |c log2(e)|, the
+    same for a whole row; :meth:`residual` tells how much it was, so that the row can be put right.
+    """
+
+    def __init__(self, accum: torch.dtype) -> None:
+        self.binary = accum == torch.float32
+        # What the fused multiplication uses: log2(e) as a float32, 1.4426950216293335.
+        self.factor = 12102203.0 / 2.0**23 if self.binary else 1.0
+
+    def minus(self, c: Tensor) -> Tensor:
+        """What stands for -c in :meth:`of`."""
+        return c.mul(-self.factor)
+
+    def of(self, x: Tensor, minus_c: Tensor, out: Tensor) -> Tensor:
+        """exp(x - c) into ``out``, which may be x."""
+        torch.add(minus_c, x, alpha=self.factor, out=out)
+        return out.exp2_() if self.binary else out.exp_()
+
+    def residual(self, c: Tensor, minus_c: Tensor) -> Tensor | None:
+        """The exponent that :meth:`of` adds by mistake, in units of log e; None when it is nothing."""
+        if not self.binary or c.device.type == "mps":  # mps has no float64
+            return None
+        return (c.double() * self.factor + minus_c.double()).mul_(LN2).float()
 
 
 def minus_inf_to_zero(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ A *chunk* is the part of a segment whose scores are computed in one batched matr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -116,7 +117,7 @@ def _spans(batch: int, seqlen: int, cu_seqlens: Tensor | None, seqused: Tensor |
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
         starts = bounds[:-1]
-        lengths = [stop - start for start, stop in zip(bounds, bounds[1:])]
+        lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
     if seqused is not None:
         lengths = [min(length, used) for length, used in zip(lengths, seqused.tolist())]
     return [slice(start, start + length) for start, length in zip(starts, lengths)]
