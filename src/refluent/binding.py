@@ -111,6 +111,11 @@ def _blocks(
     """The block mask's static facts, its lists (without those that are None) and its own mask_mod."""
     if block_mask is None:
         return None, [], None
+    if torch.compiler.is_compiling() and not masks.is_traced(block_mask):
+        raise UnsupportedError(
+            "block_mask: its mask_mod is a plain function, which cannot be traced inside a compiled region; make the "
+            "block mask outside of it with m = rf.mask_mod(function) in place of the function"
+        )
     spec, lists, block_mod = masks.bind_block_mask(block_mask, batch, heads, seqlen_q, seqlen_k, device)
     return spec, [tensor for tensor in lists if tensor is not None], block_mod
 

@@ -146,6 +146,12 @@ def bind_block_mask(
     return spec, _tensors_of(block_mask, num_m, num_n, have), traced
 
 
+def is_traced(block_mask: Any) -> bool:
+    """Whether nothing is left to trace: the block mask has no function of its own, or rf.mask_mod made it."""
+    fn = getattr(block_mask, "mask_mod", None)
+    return fn is None or isinstance(fn, TracedMod) or getattr(fn, "__name__", "") == _DENSE_FUNCTION
+
+
 def _tensors_of(block_mask: BlockMask, num_m: int, num_n: int, have: tuple[int, int]) -> BlockTensors:
     """The lists by query block and by key block, cropped to num_m x num_n blocks, transposed where torch has none."""
     lists: list[Tensor | None] = []

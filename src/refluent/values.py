@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import torch
-from torch import Tensor
-
-from refluent.masks import BlockTensors
+from refluent.masks import check_block_tensors
 from refluent.problem import Inputs, Problem, refuse
 
 
@@ -29,7 +26,7 @@ def check_values(problem: Problem, inputs: Inputs) -> None:
         if used is not None:
             _check_seqused(f"seqused_{side}", used.tolist(), lengths)
     if inputs.blocks is not None:
-        _check_blocks(inputs.blocks)
+        check_block_tensors(inputs.blocks)
 
 
 def _check_cu_seqlens(name: str, starts: list[int], tokens: int) -> list[int]:
@@ -48,30 +45,6 @@ def _check_seqused(name: str, used: list[int], lengths: list[int]) -> None:
     for index, (count, length) in enumerate(zip(used, lengths)):
         if not 0 <= count <= length:
             refuse(name, f"{count} for sequence {index}", f"0 to its length, {length}")
-
-
-def _check_blocks(blocks: BlockTensors) -> None:
-    for name, number, index in (
-        ("kv", blocks.kv_num, blocks.kv_idx),
-        ("full_kv", blocks.full_kv_num, blocks.full_kv_idx),
-        ("q", blocks.q_num, blocks.q_idx),
-        ("full_q", blocks.full_q_num, blocks.full_q_idx),
-    ):
-        if number is not None and index is not None:
-            _check_list(name, number, index)
-
-
-def _check_list(name: str, number: Tensor, index: Tensor) -> None:
-    columns = index.shape[-1]
-    if number.numel() == 0:
-        return
-    least, most = (int(x) for x in number.aminmax())
-    if least < 0 or most > columns:
-        refuse(f"block_mask.{name}_num_blocks", f"values from {least} to {most}", f"0 to {columns}")
-    listed = torch.arange(columns, device=index.device) < number.unsqueeze(-1)
-    wrong = listed & ((index < 0) | (index >= columns))
-    if bool(wrong.any()):
-        refuse(f"block_mask.{name}_indices", int(index[wrong][0]), f"0 to {columns - 1}")
 
 
 def check_reads(problem: Problem, inputs: Inputs) -> None:
