@@ -23,10 +23,8 @@ def _select(value: Any, dim: Any, index: int) -> Any:
     return value if dim is None or not isinstance(value, Tensor) else value.select(dim, index)
 
 
-def _fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """(..., size at dim, ...) -> (size * batch, ...); a tensor that is not mapped is repeated as a view."""
-    if tensor is None:
-        return None
+def _fold(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    """(..., size at dim, ...) -> (size * batch, ...); a tensor that is not mapped is repeated."""
     moved = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
     return moved.reshape(size * moved.shape[1], *moved.shape[2:])
 
@@ -64,7 +62,7 @@ def _vmap_forward(info: Any, dims: Sequence[Any], *args: Any) -> tuple[tuple[Ten
 def _vmap_backward(info: Any, dims: Sequence[Any], *args: Any) -> tuple[list[Tensor], list[int]]:
     call, needs, size = Call(*args[4:-1]), args[-1], info.batch_size
     if _foldable(call):
-        rows = [_fold(tensor, dim, size) for tensor, dim in zip(args[:4], dims)]
+        rows = [None if tensor is None else _fold(tensor, dim, size) for tensor, dim in zip(args[:4], dims)]
         made = backward_op(*rows, *_folded(call, dims[4:], size), needs)
         return [_split(gradient, size) for gradient in made], [0] * len(made)
     samples = [backward_op(*_select(args, dims, index)) for index in range(size)]
