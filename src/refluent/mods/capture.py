@@ -123,6 +123,10 @@ class _Scan:
 
     def function(self, fn: types.FunctionType) -> None:
         code = fn.__code__
+        package = str(fn.__globals__.get("__name__")).partition(".")[0]
+        if package in _LIBRARIES and package != "refluent":  # what torch's own functions see never changes
+            self.signature.append(code)
+            return
         # The root's code keys the cache weakly; its own entries must not keep it alive.
         self.signature.append(None if code is self.root else code)
         mentioned = _names_in(code)

@@ -22,10 +22,21 @@ def derive(graph: fx.Graph, name: str) -> fx.Graph:
     read_k belongs to the k-th read in order: (dr_k, *its indices), or None where the result does not depend on it or
     where it is no floating point number. Raises ValueError where an operation has no derivative.
     """
+    try:
+        with outside_transforms():
+            return simplify(_derive(graph), keep_detach=False)
+    except _NoDerivative as error:
+        raise ValueError(f"score_mod {name!r} cannot be differentiated: {error}") from error.__cause__
+
+
+class _NoDerivative(Exception):
+    """Why, and near which of the user's lines."""
+
+
+def _derive(graph: fx.Graph) -> fx.Graph:
     made = fx.Graph()
-    trace = Trace(made)
     dtype = next(dtype_of(n) for n in graph.nodes if n.name == "score")
-    recorder = Recorder(trace, {}, dtype, widen=False)
+    recorder = Recorder(Trace(made), {}, dtype, widen=False)
     copies: dict[fx.Node, fx.Node] = {}
     env: dict[fx.Node, Any] = {}
     variables: list[Tensor | None] = []
@@ -34,12 +45,11 @@ def derive(graph: fx.Graph, name: str) -> fx.Graph:
     for node in graph.nodes:
         if node.op == "placeholder":
             copies[node] = made.node_copy(node)
-            if not node.name.startswith("c"):
-                env[node] = recorder.track(copies[node], dtype_of(node))
+            # A captured tensor itself has no value here; its reads do.
+            env[node] = node if node.name.startswith("c") else recorder.track(copies[node], dtype_of(node))
             if node.name == "score":
                 variables.append(env[node].requires_grad_())
-    g_node = made.placeholder("g")
-    g = recorder.track(g_node, dtype)
+    g = recorder.track(made.placeholder("g"), dtype)
 
     def run(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal line
@@ -50,22 +60,18 @@ def derive(graph: fx.Graph, name: str) -> fx.Graph:
             return node.target(*args, **kwargs)  # type: ignore[operator]
         index = tuple(recorder.nodes[id(a)] if isinstance(a, Tensor) else a for a in args[2:])
         indices.append(index)
-        copy = recorder.emit(read, (copies[node.args[0]], args[1], *index), {}, args[1])  # type: ignore[index]
-        value = recorder.track(copy, args[1])
+        value = recorder.track(recorder.emit(read, (copies[args[0]], args[1], *index), {}, args[1]), args[1])
         variables.append(value.requires_grad_() if args[1].is_floating_point else None)
         return value
 
-    captured = {n: n for n in graph.nodes if n.op == "placeholder" and n not in env}
     try:
-        with outside_transforms(), torch.enable_grad(), RecordOperations(recorder):
-            result = replay(graph, {**captured, **env}, run)
-            grads = _gradients(result, variables, g)
+        with torch.enable_grad(), RecordOperations(recorder):
+            grads = _gradients(replay(graph, env, run), variables, g)
             outputs = [None if grad is None else recorder.node_of(grad) for grad in grads]
     except (Refusal, RuntimeError, NotImplementedError) as error:
-        place = f" (near {line})" if line else ""
-        raise ValueError(f"score_mod {name!r} cannot be differentiated: {error}{place}") from error
+        raise _NoDerivative(f"{error} (near {line})" if line else str(error)) from error
     made.output((outputs[0], tuple(None if dr is None else (dr, *index) for dr, index in zip(outputs[1:], indices))))
-    return simplify(made, keep_detach=False)
+    return made
 
 
 def _gradients(result: Tensor, variables: list[Tensor | None], g: Tensor) -> list[Tensor | None]:

@@ -42,15 +42,19 @@ _EXTRA_POINTWISE = frozenset(
         ("__and__", "Tensor"),
         ("__or__", "Tensor"),
         ("__xor__", "Tensor"),
-        ("softplus_backward", "default"),
-        ("elu_backward", "default"),
         ("hardswish", "default"),
-        ("hardswish_backward", "default"),
-        ("hardtanh_backward", "default"),
-        ("log_sigmoid_backward", "default"),
     )
     if hasattr(aten, name) and hasattr(getattr(aten, name), overload)
 )
+
+
+def is_pointwise(func: Any) -> bool:
+    """Whether an aten operation works on each element by itself (torch tags most of them)."""
+    if torch.Tag.pointwise in func.tags or func in _EXTRA_POINTWISE or func in IDENTITIES:
+        return True
+    return bool(func._schema.name.endswith("_backward"))  # of a pointwise operation: a graph holds no other
+
+
 _RESHAPES = frozenset({"view", "_unsafe_view", "reshape", "expand", "squeeze", "contiguous", "view_as", "expand_as"})
 _TO_PYTHON = frozenset(
     "__bool__ __int__ __float__ __index__ __complex__ __array__ __contains__ __format__ item tolist numpy "
@@ -239,7 +243,7 @@ class Recorder:
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if func is aten._to_copy.default:
             kwargs = {"dtype": kwargs.get("dtype") or args[0].dtype}
-        elif torch.Tag.pointwise not in func.tags and func not in _EXTRA_POINTWISE and func not in IDENTITIES:
+        elif not is_pointwise(func):
             raise Refusal(f"{func} is not an operation on single numbers")
         out = self.meta_call(func, args, kwargs)
         if not isinstance(out, Tensor) or out.ndim != 0:
@@ -393,6 +397,10 @@ class _SwapCaptured(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if name in ("__get__", "__set__"):
             name = getattr(getattr(func, "__self__", None), "__name__", name)
+        if "device" in kwargs:  # a constant's value is needed, and it is computed on the CPU
+            kwargs["device"] = torch.device("cpu")
+        if name == "new_tensor":
+            func, args, kwargs = torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs}
         subject = args[0] if args and isinstance(args[0], Tensor) else None
         if "set_grad_enabled" in name:
             raise Refusal("it switches gradients off or on; use .detach() on the numbers that are to be held fixed")
