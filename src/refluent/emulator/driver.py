@@ -74,6 +74,21 @@ class HostFunction:
         return self._function(*args)
 
 
+class Engine:
+    """An execution engine whose functions are callable inside a context of its architecture, and nowhere else."""
+
+    def __init__(self, engine: Any, arch: str) -> None:
+        self._engine = engine
+        self.arch = arch
+
+    def lookup(self, name: str) -> HostFunction:
+        return HostFunction(self._engine.lookup(name), self.arch)
+
+    def raw_lookup(self, name: str) -> Any:
+        check_callable(self.arch)
+        return self._engine.raw_lookup(name)
+
+
 def check_callable(arch: str | None) -> None:
     """Refuse, in words, to call a function compiled for `arch` (None: outside the emulator) in the present context."""
     sink = cudart.active()
@@ -107,7 +122,6 @@ def _install_compiler(session: Session, patches: Patches) -> None:
     original_compile = compiler.Compiler.compile
     original_jit = compiler.Compiler.jit
     original_hash = dsl.BaseDSL.get_module_hash
-    original_lookup = dsl.BaseDSL._lookup_jit_entry
     original_options = compiler.CompileOptions.apply_envar_settings
 
     def compile_keeping_ptx(self: Any, module: Any, pipeline: str, *args: Any, **kwargs: Any) -> Any:
@@ -126,20 +140,16 @@ def _install_compiler(session: Session, patches: Patches) -> None:
         engine = original_jit(self, module, *args, **kwargs)
         cudart.register_symbols(engine)
         _register_tvm_ffi_symbols(engine, module)
-        return engine
+        return Engine(engine, session.arch)
 
     def module_hash(self: Any, *args: Any) -> str:
         # The DSL's own cache of compiled functions must not mix emulated and real ones.
         return f"{original_hash(self, *args)}-emulated"
 
-    def lookup(self: Any, engine: Any, function_name: str) -> HostFunction:
-        return HostFunction(original_lookup(self, engine, function_name), session.arch)
-
     patches.set(compiler.Compiler, "compile", compile_keeping_ptx)
     patches.set(compiler.Compiler, "jit", jit)
     patches.set(compiler.CompileOptions, "apply_envar_settings", options)
     patches.set(dsl.BaseDSL, "get_module_hash", module_hash)
-    patches.set(dsl.BaseDSL, "_lookup_jit_entry", lookup)
     # Files of earlier processes hold no PTX.
     patches.set(compile_backend, "load_cache_from_path", lambda *args, **kwargs: None)
     patches.set(compile_backend, "dump_cache_to_path", lambda *args, **kwargs: None)
@@ -201,7 +211,7 @@ def _install_executor(session: Session, patches: Patches) -> None:
         return run_call(session, lambda: original_run(self, exe_args))
 
     def load(self: Any) -> list[Any]:
-        check_callable(getattr(self.capi_func, "arch", None))
+        check_callable(getattr(self.engine, "arch", None))
         try:
             original_load(self)
         except Exception:

@@ -28,8 +28,18 @@ _capsule_name.restype, _capsule_name.argtypes = ctypes.c_char_p, [ctypes.py_obje
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
-_real_is_cuda = torch._C.TensorBase.is_cuda.__get__
-_real_data_ptr = torch._C.TensorBase.data_ptr
+_device = torch._C.TensorBase.device.__get__
+
+
+def true_device(tensor: torch.Tensor) -> torch.device:
+    """Where a tensor really is: inside the context its attributes say otherwise."""
+    with torch._C.DisableTorchFunction():
+        return _device(tensor)
+
+
+def _refuse_real_gpu(tensor: torch.Tensor) -> None:
+    if true_device(tensor).type != "cpu":
+        raise DriverError(f"a tensor on {true_device(tensor)}: inside emulator.gpu(...) give CPU tensors")
 
 
 def relabel(capsule: Any) -> Any:
@@ -159,8 +169,7 @@ class HandedIn:
         if isinstance(value, Relabelled) or not is_array(value):
             return value
         if isinstance(value, torch.Tensor):
-            if _real_is_cuda(value):
-                raise DriverError("a tensor on a real GPU: inside emulator.gpu(...) give CPU tensors")
+            _refuse_real_gpu(value)
             return Relabelled(value)
         if value.__dlpack_device__()[0] == DEVICE_CPU:
             return Relabelled(value)
@@ -207,8 +216,7 @@ def _rebuilt(value: Any, convert: Any) -> Any:
 
 
 def _torch_storage(value: torch.Tensor, storage: Any, fresh: bool) -> Allocation:
-    if _real_is_cuda(value):
-        raise DriverError("a tensor on a real GPU: inside emulator.gpu(...) give CPU tensors")
+    _refuse_real_gpu(value)
     name = f"{str(value.dtype).removeprefix('torch.')} tensor {tuple(value.shape)}"
     return Allocation(storage.data_ptr(), storage.nbytes(), name, fresh, owner=storage)
 

@@ -14,25 +14,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from refluent.emulator import chips
 from refluent.emulator.chips import Chip
-from refluent.emulator.handed import HandedIn
+from refluent.emulator.handed import HandedIn, true_device
 from refluent.emulator.patches import Patches
 
 _CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _base = torch._C.TensorBase
+_aten = torch.ops.aten
 _FRESH = {
-    torch.empty,
-    torch.empty_like,
-    torch.empty_strided,
-    torch.empty_permuted,
-    torch.Tensor.new_empty,
-    torch.Tensor.new_empty_strided,
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten.empty_permuted.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
 }
-_ESCAPES = {torch.Tensor.numpy, torch.Tensor.data.__get__, torch.Tensor.__array__}
 _caches: dict[int, Any] = {}  # lru_caches that hold answers about an emulated chip
 
 
@@ -60,10 +60,11 @@ def _answer(value: Any) -> Callable[..., Any]:
     return stand_in
 
 
-def install(chip: Chip, handed: HandedIn, patches: Patches) -> TorchFunctionMode:
+def install(chip: Chip, handed: HandedIn, patches: Patches) -> TorchDispatchMode:
     """Put the answers in place. The returned mode is to be entered for as long as they stand."""
     clear_caches()
     _install_tensors(handed, patches)
+    _install_constructors(patches)
     _install_torch_cuda(chip, patches)
     _install_bindings(chip, patches)
     return _OnCPU(handed)
@@ -74,64 +75,94 @@ def uninstall() -> None:
 
 
 def _install_tensors(handed: HandedIn, patches: Patches) -> None:
-    real_device, real_is_cuda, real_data_ptr = _base.device.__get__, _base.is_cuda.__get__, _base.data_ptr
-
     def device(self: torch.Tensor) -> torch.device:
-        found = real_device(self)
+        found = true_device(self)
         return _CUDA if found == _CPU else found
 
     def is_cuda(self: torch.Tensor) -> bool:
-        return real_device(self) == _CPU or real_is_cuda(self)
+        return device(self).type == "cuda"
 
     def get_device(self: torch.Tensor) -> int:
         return device(self).index or 0
 
     def data_ptr(self: torch.Tensor) -> int:
-        if real_device(self) == _CPU:
+        if true_device(self) == _CPU:
             handed.escape(self)
             handed.note(self)
-        return int(real_data_ptr(self))
+        with torch._C.DisableTorchFunction():
+            return int(_base.data_ptr(self))
 
     patches.set(torch.Tensor, "device", property(device))
     patches.set(torch.Tensor, "is_cuda", property(is_cuda))
     patches.set(torch.Tensor, "is_cpu", property(lambda self: False))
     patches.set(torch.Tensor, "get_device", get_device)
     patches.set(torch.Tensor, "data_ptr", data_ptr)
+    patches.set(torch.Tensor, "pin_memory", lambda self, *args: self)
+    patches.set(torch.Tensor, "numpy", _escaping(handed, _base.numpy))
+    patches.set(torch.Tensor, "__array__", _escaping(handed, torch.Tensor.__array__))
+    patches.set(torch.Tensor, "data", property(_escaping(handed, _base.data.__get__), _base.data.__set__))
 
 
-class _OnCPU(TorchFunctionMode):
+def _escaping(handed: HandedIn, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Memory that others can write behind torch's back no longer counts as unwritten."""
+
+    def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        handed.escape(self)
+        return original(self, *args, **kwargs)
+
+    return call
+
+
+class _OnCPU(TorchDispatchMode):
     """Serves every request for the CUDA device from the CPU; notes allocations that nothing has written."""
 
     def __init__(self, handed: HandedIn) -> None:
         super().__init__()
         self._handed = handed
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.pin_memory:
-            return args[0]
         if kwargs.get("device") is not None:
             kwargs["device"] = _as_cpu(kwargs["device"])
         kwargs.pop("pin_memory", None)
-        if func is torch.Tensor.to:
-            args = tuple(_as_cpu(arg) for arg in args)
-        if func in _ESCAPES:
-            self._handed.escape(args[0])
         result = func(*args, **kwargs)
         if func in _FRESH:
             self._handed.allocated(result)
         return result
 
 
-def _as_cpu(value: Any) -> Any:
-    """A device argument, with CUDA replaced by the CPU; anything else unchanged."""
-    if isinstance(value, torch.device):
-        return _CPU if value.type == "cuda" else value
-    if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
-        return _CPU
-    return value
+def _as_cpu(device: Any) -> torch.device:
+    asked = torch.device(device)
+    return _CPU if asked.type == "cuda" else asked
+
+
+def _install_constructors(patches: Patches) -> None:
+    """Functions from Python data look for the device before they dispatch."""
+
+    def on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+            return original(*args, device=None if device is None else _as_cpu(device), **kwargs)
+
+        return call
+
+    real_to = _base.to
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.pop("device", None)
+        if args and isinstance(args[0], (str, int, torch.device)):
+            device, args = args[0], args[1:]
+        elif args and isinstance(args[0], torch.Tensor):
+            args = (args[0].dtype, *args[1:])
+        if device is not None and torch.device(device).type == "cpu":
+            kwargs["copy"] = True  # it answers as a tensor on cuda:0: what comes back is another one
+        kwargs.pop("non_blocking", None)
+        return real_to(self, _CPU if device is None else _as_cpu(device), *args, **kwargs)
+
+    patches.set(torch.Tensor, "to", to)
+    patches.set(torch.Tensor, "cpu", lambda self, *args, **kwargs: to(self, "cpu"))
+    patches.set(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
+    for owner, name in ((torch, "tensor"), (torch, "as_tensor"), (torch, "asarray"), (torch.Tensor, "new_tensor")):
+        patches.set(owner, name, on_cpu(getattr(owner, name)))
 
 
 class Stream:
