@@ -65,6 +65,12 @@ class Reader:
             raise ValueError(f"{self.what}, of shape {tuple(x.shape)}, out of range: {error}") from None
         return (found if found.ndim == 4 else found.reshape(1, 1, 1, 1)).to(self.dtype)
 
+    def check(self, x: Tensor, index: tuple[Tensor | int, ...]) -> None:
+        for at, size in zip(index, x.shape):
+            low, high = (int(e) for e in at.aminmax()) if isinstance(at, Tensor) else (at, at)
+            if low < -size or high >= size:
+                raise ValueError(f"{self.what}, of shape {tuple(x.shape)}, out of range: index {low} to {high}")
+
     def clamped(self, x: Tensor, index: tuple[Tensor | int, ...]) -> tuple[Tensor | int, ...]:
         if 0 in x.shape:
             raise ValueError(f"{self.what}, of shape {tuple(x.shape)}, which holds nothing")
@@ -107,6 +113,8 @@ class Reader:
             return
         if tile.clamp or out.device.type != "cpu":
             index = self.clamped(out, index)
+        else:
+            self.check(out, index)
         flat = torch.zeros((), dtype=torch.int64, device=out.device)
         for at, size, stride in zip(index, out.shape, out.stride()):
             if isinstance(at, Tensor):

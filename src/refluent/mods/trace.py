@@ -100,10 +100,13 @@ class Recorder:
         self.partials: dict[int, _Partial] = {}
         self.constants: dict[int, Tensor] = {}
         self.stand_ins: dict[int, Tensor] = {}
+        self.from_score: set[fx.Node] = set()
         self.alive: list[Tensor] = []  # keeps ids from being reused
 
     def track(self, node: fx.Node, dtype: torch.dtype) -> Tensor:
         node.meta.setdefault("dtype", dtype)
+        if node.op == "placeholder" and node.name == "score":
+            self.from_score.add(node)
         return self.track_tensor(node, _blank((), dtype))
 
     def track_tensor(self, node: fx.Node, tensor: Tensor) -> Tensor:
@@ -115,6 +118,8 @@ class Recorder:
         self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
     ) -> fx.Node:
         node = self.trace.graph.call_function(target, args, kwargs)
+        if any(n in self.from_score for n in node.all_input_nodes):
+            self.from_score.add(node)
         node.meta["dtype"] = dtype
         node.meta["line"] = _user_line()
         return node
@@ -212,6 +217,8 @@ class Recorder:
         node = self.nodes.get(id(item))
         if node is None or item.dtype.is_floating_point or item.dtype == torch.bool:
             raise Refusal(f"it indexes {name} with a tensor of type {item.dtype}; an index is one whole number")
+        if node in self.from_score:
+            raise Refusal(f"it indexes {name} with a number that depends on the score; an index may not")
         return node
 
     def name_of(self, number: int) -> str:
@@ -343,7 +350,11 @@ class Recorder:
         return target
 
     def is_read(self, tensor: Tensor) -> bool:
-        return any(made is tensor for made in self.stand_ins.values())
+        """Whether a scalar is (a view of) an element of a captured tensor."""
+        node = self.nodes.get(id(tensor))
+        while node is not None and node.target in (aten.detach.default, aten.alias.default):
+            node = node.args[0] if isinstance(node.args[0], fx.Node) else None
+        return node is not None and node.target is read
 
 
 def _blank(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
