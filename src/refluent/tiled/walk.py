@@ -147,7 +147,7 @@ def chunks(segment: Segment, problem: Problem, tile: TileSize, by_batch: bool, b
     units = max(1, tile.scores // (problem.group * tile_m * tile_n))
     num_b = segment.batch.stop - segment.batch.start
     step_kv = 1 if by_head else min(units, problem.heads_kv)
-    step_b = 1 if by_batch or step_kv < problem.heads_kv else min(max(1, units // problem.heads_kv), num_b)
+    step_b = 1 if by_batch or step_kv < problem.heads_kv else max(1, min(units // problem.heads_kv, num_b))
     for b0 in range(segment.batch.start, segment.batch.stop, step_b):
         for kv0 in range(0, problem.heads_kv, step_kv):
             yield Chunk(
