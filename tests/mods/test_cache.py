@@ -173,7 +173,7 @@ def test_the_number_of_entries_is_bounded(traces):
 
     for n in range(80):
         mods.score_mod(scaled(float(n)))
-    (_, entries), = api._caches["score"]._roots.values()
+    ((_, entries),) = api._caches["score"]._roots.values()
     assert len(entries) == 64
 
 

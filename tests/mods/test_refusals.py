@@ -46,7 +46,7 @@ def without_grad(s, b, h, i, j):
 
 REFUSED = {
     "if": (branch, "needs the value of a score", "if j > i:  # the line in the message"),
-    "and": (lambda s, b, h, i, j: s if i and j else s, "needs the value", None),
+    "and": (lambda s, b, h, i, j: s if i and j else -s, "needs the value", None),
     "not": (lambda s, b, h, i, j: s * (not i), "needs the value", None),
     "max": (lambda s, b, h, i, j: s * max(i, j), "torch.maximum", None),
     "int": (lambda s, b, h, i, j: s * int(i), "needs the value", None),
@@ -118,7 +118,9 @@ def test_masks_must_return_a_bool(fn, reason):
 def test_wrong_kinds():
     with pytest.raises(TypeError, match=r"score_mod must be a function \(score, b, h, i, j\) or None, got int"):
         mods.score_mod(3)
-    with pytest.raises(TypeError, match=r"score_mod must take \(score, b, h, i, j\), but 'lambda' takes \(b, h, i, j\)"):
+    with pytest.raises(
+        TypeError, match=r"score_mod must take \(score, b, h, i, j\), but 'lambda' takes \(b, h, i, j\)"
+    ):
         mods.score_mod(lambda b, h, i, j: i)
     with pytest.raises(TypeError, match=r"mask_mod must take \(b, h, i, j\)"):
         mods.mask_mod(lambda s, b, h, i, j: i > j)

@@ -305,7 +305,7 @@ def _takes_numbers(node: fx.Node) -> bool:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), stand_in)
     try:
         return bool(_callable(node.target)(*args, **kwargs).dtype == dtype_of(node))
-    except RuntimeError:  # this overload takes tensors only
+    except (RuntimeError, TypeError):  # this overload takes tensors only
         return False
 
 
