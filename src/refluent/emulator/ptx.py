@@ -650,9 +650,7 @@ class _Parser:
                 self.expect(";")
                 break
         kernel.instructions.append(
-            Instruction(
-                len(kernel.instructions), opcode, tuple(modifiers), tuple(operands), guard, line, self.source
-            )
+            Instruction(len(kernel.instructions), opcode, tuple(modifiers), tuple(operands), guard, line, self.source)
         )
 
     def operand(self, labels: bool = False) -> Operand:
