@@ -1,8 +1,9 @@
 """The 128-byte TMA descriptor as the CuTe DSL's host code writes it: parsed and checked.
 
 The hardware form of CUtensorMap is not documented. The fields below were read off descriptors that the DSL (the version
-that driver.py accepts) wrote for known tensors; every bit that is not understood is refused, never skipped. The rules
-that `violations` states are those of cuTensorMapEncodeTiled in the CUDA driver API manual.
+that driver.py accepts) wrote for known tensors: 64 bytes, the rest is left as it was. Bits that were never seen set are
+refused, not skipped. The rules that `violations` states are those of cuTensorMapEncodeTiled in the CUDA driver API
+manual.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ ELEMENT_TYPES = {
     10: ("bf16", 2),
 }
 SWIZZLE_BYTES = {0: 0, 1: 32, 2: 64, 3: 128}
+# The control word: fixed bits; rank, type and swizzle; conversion to tf32; whether the tensor has 128 KB or more.
+_FIXED, _TF32, _LARGE = 1 << 18 | 2, 1 << 16, 1 << 21
+_CONTROL_FIELDS = 7 << 4 | 15 << 7 | 3 << 13 | _TF32 | _LARGE
+_ELEMENT_STRIDES = (1 << 56) - (1 << 32)  # in word 6, and above the boxes in word 7: 0 stands for 1
 
 
 class TensorMapError(ValueError):
@@ -81,9 +86,13 @@ def parse(descriptor: bytes | bytearray | memoryview | np.ndarray) -> TensorMap:
         raise TensorMapError(f"a TMA descriptor has {DESCRIPTOR_BYTES} bytes, got {len(raw)}")
     words = [int(w) for w in np.frombuffer(raw, dtype="<u8")]
     halves = [int(w) for w in np.frombuffer(raw, dtype="<u4")]
-    if any(words[8:]):
-        raise TensorMapError("the second half of the TMA descriptor is not zero: not the form this emulator knows")
     control = halves[2]
+    unknown = (control & ~_CONTROL_FIELDS) ^ _FIXED
+    if unknown or words[6] & _ELEMENT_STRIDES or words[7] >> 32:
+        raise TensorMapError(
+            f"not a TMA descriptor of the form this emulator knows (control word {control:#x}, "
+            f"words 6 and 7 {words[6]:#x} {words[7]:#x}): im2col, interleaved and strided elements are not supported"
+        )
     rank = (control >> 4 & 7) + 1
     if rank > MAX_RANK:
         raise TensorMapError(f"TMA descriptor of rank {rank}; 1 to {MAX_RANK} exist")
@@ -107,6 +116,7 @@ def parse(descriptor: bytes | bytearray | memoryview | np.ndarray) -> TensorMap:
         swizzle=SWIZZLE_BYTES[control >> 13 & 3],
         interleave=0,
         oob_fill="zero",
+        to_tf32=bool(control & _TF32),
     )
 
 
