@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from refluent.emulator.exits import check_exit
 from refluent.emulator.isa import Outcome
 from refluent.emulator.memory import shared_window, tensor_memory
 from refluent.emulator.state import FULL_MASK, LANES, Warp
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
     from refluent.emulator.machine import Launch, Machine
 
 FILL8, FILL32 = 0xFF, 0xFFFFFFFF  # NaN in every format: what nothing has written
+
+
+class Condition:
+    """Something to sleep on."""
+
+    def __init__(self) -> None:
+        self.waiters: list[MachineWarp] = []
 
 
 class MachineWarp(Warp):
@@ -40,7 +48,11 @@ class MachineWarp(Warp):
         self.clocks: Any = None  # the checker's
         self.context: Any = None  # native memory context
         self.registers = 0  # a thread, setmaxnreg's accounting
-        self.setmaxnreg: list[int] = []
+        self.setmaxnreg: list[int] = []  # every value it asked for
+        self.polled: Any = None  # what its last polling access saw
+        self.local: Any = None  # local memory
+        self.slot = 0  # the checker's
+        self.who: Any = None
 
     @property
     def live(self) -> int:
@@ -70,6 +82,8 @@ class CTA:
         self.groups: dict[str, Any] = {}  # per-CTA queues of asynchronous operations, by name
         self.finished = False
         self.pool = 0  # free registers, setmaxnreg
+        self.registers = Condition()
+        self.launch_dependents = False
         self.clocks: Any = None
         self.threads = self.launch.threads
         self.warps = [MachineWarp(self, index) for index in range((self.threads + LANES - 1) // LANES)]
@@ -83,6 +97,19 @@ class CTA:
     @property
     def name(self) -> str:
         return f"CTA {self.ctaid}"
+
+    def warp_left(self, warp: MachineWarp) -> None:
+        """A warp has left the kernel."""
+        for barrier in self.named.values():
+            barrier.warp_left(warp)
+        if self.cluster.barrier is not None:
+            self.cluster.barrier.check_complete()
+        self.pool += warp.registers * LANES
+        self.machine.wake(self.registers)
+        if all(other.finished for other in self.warps):
+            self.finished = True
+            check_exit(self.machine, self, warp)
+            self.launch.cta_left(self)
 
     def peer(self, rank: int) -> CTA:
         """The CTA of this rank in the cluster."""

@@ -40,7 +40,7 @@ class Block:
 
     def __post_init__(self) -> None:
         raw = (ctypes.c_uint8 * self.nbytes).from_address(self.base)
-        self.data = np.frombuffer(raw, np.uint8)
+        self.data = np.ctypeslib.as_array(raw)
 
     @property
     def end(self) -> int:
@@ -156,7 +156,7 @@ class GlobalMemory:
 
 
 def shared_window(end: int, fill: int) -> np.ndarray:
-    """A CTA's shared memory: uint8, indexed by window offset, its usable part [0x400, end). `fill` shows uninitialised reads."""
+    """A CTA's shared memory: uint8, indexed by window offset; [0x400, end) is usable and holds `fill`."""
     window = zeroed((end + 1023) // 1024 * 1024 + 1024)
     window[SHARED_START:] = fill
     return window

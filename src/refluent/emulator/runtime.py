@@ -132,7 +132,7 @@ def _locate(warp: int, context: int, address: int, nbytes: int, space: int, stor
         space = _LOCAL_SPACE
     if space == _GLOBAL:
         return _global(context, address, nbytes, store, lane)
-    if space == _SHARED_CTA or space == _SHARED_CLUSTER:
+    if space in (_SHARED_CTA, _SHARED_CLUSTER):
         return _shared(context, address, nbytes, space == _SHARED_CTA, lane)
     store64(context + _RECORDS + 8 * lane, 0)
     if space == _LOCAL_SPACE:
@@ -175,7 +175,9 @@ def _same_data(data: int, element: int, count: int, lane: int, other: int) -> bo
 
 
 @njit(cache=True)
-def _agreeing_store(record: int, context: int, tick: int, instr: int, data: int, element: int, count: int, lane: int) -> bool:
+def _agreeing_store(
+    record: int, context: int, tick: int, instr: int, data: int, element: int, count: int, lane: int
+) -> bool:
     """Whether another lane of this very store wrote the granule with the same values: harmless."""
     if load32(record) != load64(context + _WHO) or load32(record + 4) != tick:
         return False
@@ -183,16 +185,18 @@ def _agreeing_store(record: int, context: int, tick: int, instr: int, data: int,
     if (what & shadow.INSTR_MASK) != instr:
         return False
     other = (what >> LANE_SHIFT) & 63
-    return other < lane and load64(context + _POINTERS + 8 * other) == load64(
-        context + _POINTERS + 8 * lane
-    ) and _same_data(data, element, count, lane, other)
+    return (
+        other < lane
+        and load64(context + _POINTERS + 8 * other) == load64(context + _POINTERS + 8 * lane)
+        and _same_data(data, element, count, lane, other)
+    )
 
 
 @njit(cache=True)
 def touch_lanes(
     warp: int, instr: int, mask: int, addresses: int, data: int, element: int, count: int, store: int, kind: int
 ) -> None:
-    """Enter a warp's access into the shadow; _locate has filled the context's scratch. `data` 0: no values to compare."""
+    """Enter an access into the shadow; locate_lanes has filled the context's scratch. `data` 0: no values to compare."""
     context = load64(warp + _CTA)
     who = context + _WHO
     tick = load64(who + 8 * shadow.TICK) + load32(warp + _CONVERGED)
@@ -264,3 +268,30 @@ def mem_access(
 
 
 MEM_ACCESS: int = mem_access.address
+
+
+@njit(cache=True)
+def copy_lanes(warp: int, mask: int, data: int, element: int, count: int, store: int) -> None:
+    """Copy between memory that locate_lanes has found and `data`, (count, 32) elements."""
+    context = load64(warp + _CTA)
+    for lane in range(32):
+        if (mask >> lane) & 1:
+            _copy(data, load64(context + _POINTERS + 8 * lane), element, count, store, lane)
+
+
+_SPACE_NAMES = ("generic", "global", "shared", "shared::cluster", "local", "param")
+
+
+def fault_text(warp: Any) -> str:
+    """What a warp's fault is, with the address for one of memory."""
+    code = warp.fault
+    if code not in FAULT_TEXT:
+        return state.FAULT_TEXT.get(code, f"fault {code}")
+    context = warp.context[0]
+    address, lane = int(context["fault_address"]), int(context["fault_lane"])
+    text = f"{FAULT_TEXT[code]}: lane {lane}, {_SPACE_NAMES[int(context['fault_space'])]} address 0x{address:x}"
+    if code == OUT_GLOBAL:
+        text += f", which {warp.cta.machine.memory.nearest(address)}"
+    if code == OUT_SHARED:
+        text += f"; the CTA has [0x{state.SHARED_START:x}, 0x{warp.cta.shared_end:x})"
+    return text

@@ -14,8 +14,10 @@ from numba import njit
 from refluent.emulator.native import load32, load64, load_i32, store32, store64
 
 # The accessor, an int64 record: fields by index.
-ACTOR, TICK, CLOCKS, STRIDE, REMOTE, CLUSTER_BASE, WIDTH, FLOOR, LAUNCH_BASE, CAPACITY, CLUSTERS, FINDINGS = range(12)
-WHO_WORDS = 12
+ACTOR, TICK, CLOCKS, STRIDE, REMOTE, CLUSTER_BASE, FLOOR, LAUNCH_BASE, CAPACITY, CLUSTERS, FINDINGS = range(11)
+# Of a warp only: its tick at the last convergence that Python saw, and how many native ones there had been by then.
+LANE_BASE, LANE_SEEN = 11, 12
+WHO_WORDS = 13
 
 # Rows of a clock: what has happened before; which generic writes to shared, to global memory are also fenced for the
 # async proxy; which mbarrier initialisations are visible to the async proxy and to the cluster.
@@ -58,7 +60,7 @@ def ordered(who: int, actor: int, tick: int, row: int) -> bool:
     if actor < _word(who, FLOOR):
         return True
     local = actor - _word(who, CLUSTER_BASE)
-    if 0 <= local < _word(who, WIDTH):
+    if 0 <= local < _word(who, CAPACITY):
         return load_i32(_word(who, CLOCKS) + row * _word(who, STRIDE) + 4 * local) >= tick
     remote = _word(who, REMOTE)
     relative = actor - _word(who, LAUNCH_BASE)
@@ -75,14 +77,20 @@ def ordered(who: int, actor: int, tick: int, row: int) -> bool:
 
 
 @njit(cache=True)
-def report(who: int, kind: int, address: int, what: int, tick: int, actor: int, other: int, other_tick: int, space: int) -> None:
+def report(
+    who: int, kind: int, address: int, what: int, tick: int, actor: int, other: int, other_tick: int, space: int
+) -> None:
     """Append a finding unless this pair of instructions has one of its kind."""
     found = _word(who, FINDINGS)
     count = load64(found)
     instr, other_instr = what & INSTR_MASK, other & INSTR_MASK
     for i in range(count):
         at = found + 8 * (LIST_HEADER + FINDING_WORDS * i)
-        if load64(at) == kind and (load64(at + 24) & INSTR_MASK) == instr and (load64(at + 48) & INSTR_MASK) == other_instr:
+        if (
+            load64(at) == kind
+            and (load64(at + 24) & INSTR_MASK) == instr
+            and (load64(at + 48) & INSTR_MASK) == other_instr
+        ):
             return
     if count >= load64(found + 8):
         return
@@ -110,14 +118,18 @@ def _clash(who: int, tick: int, what: int, actor: int, other: int, other_tick: i
     if actor == _word(who, ACTOR):
         lane, other_lane = (what >> LANE_SHIFT) & 63, (other >> LANE_SHIFT) & 63
         if kind < ASYNC:
-            return 2 if lane != other_lane and other_tick >= tick else 0
+            converged = tick - _word(who, TICK)
+            since = tick if converged > _word(who, LANE_SEEN) else _word(who, LANE_BASE) + converged
+            return 2 if lane != other_lane and other_tick >= since else 0
         if other_tick == tick and lane == other_lane and (what & INSTR_MASK) == (other & INSTR_MASK):
             return 0  # one operation's own accesses
     return 0 if ordered(who, actor, other_tick, BEFORE) else 1
 
 
 @njit(cache=True)
-def touch(record: int, who: int, tick: int, what: int, write: bool, fresh: bool, row: int, address: int, space: int) -> None:
+def touch(
+    record: int, who: int, tick: int, what: int, write: bool, fresh: bool, row: int, address: int, space: int
+) -> None:
     """One access to one granule: report what is wrong with it, then enter it into the record.
 
     `fresh`: reading bytes that nothing wrote is a finding. `row`: the clock row of fenced generic writes here.
@@ -130,7 +142,9 @@ def touch(record: int, who: int, tick: int, what: int, write: bool, fresh: bool,
         other, other_tick = load32(record + 8), load32(record + 4)
         clash = _clash(who, tick, what, actor, other, other_tick)
         if clash == 1:
-            report(who, WRITE_WRITE if write else READ_AFTER_WRITE, address, what, tick, actor, other, other_tick, space)
+            report(
+                who, WRITE_WRITE if write else READ_AFTER_WRITE, address, what, tick, actor, other, other_tick, space
+            )
         elif clash == 2:
             report(who, LANES, address, what, tick, actor, other, other_tick, space)
         elif ((what >> KIND_SHIFT) & 7) >= ASYNC and ((other >> KIND_SHIFT) & 7) < ASYNC:
@@ -231,6 +245,25 @@ def touch_spans(
                 space,
             )
             granule += 1
+
+
+@njit(cache=True)
+def touch_rows(
+    shadow: int,
+    starts: np.ndarray,
+    lanes: np.ndarray,
+    nbytes: int,
+    who: int,
+    tick: int,
+    instr: int,
+    write: bool,
+    space: int,
+) -> None:
+    """Generic accesses of a warp's lanes to shared memory: `nbytes` (even) at starts[i] by lanes[i]."""
+    for i in range(len(starts)):
+        what = instr | (lanes[i] << LANE_SHIFT) | (WEAK << KIND_SHIFT) | (ALL_BYTES << BYTES_SHIFT)
+        for at in range(starts[i], starts[i] + nbytes, 2):
+            touch(shadow + 32 * at, who, tick, what, write, True, BEFORE, at, space)
 
 
 @njit(cache=True)

@@ -173,14 +173,19 @@ class AsyncOp:
     flops: int = 0
     row: str = "TMA"  # row of the timeline: "TMA", "tensor", "bulk"
     channel: Any = None  # check.Channel that publishes its effects (an mbarrier's, or the issuing warp's)
+    source_channel: Any = None  # check.Channel on which its reads complete, where they can be waited for alone
+    source_tick: int = 0
+    waited: bool = False  # somebody has waited for it
     done: bool = False
     read_done: bool = False
     waiters: list[MachineWarp] = field(default_factory=list)
-    stamp: Any = None  # the checker's: clocks at issue
+    stamp: Any = None  # the checker's: clock at issue
+    tick: int = 0  # the checker's: its place on its channel
     order: int = 0  # position among all submitted operations
     time: int = 0  # logical time of issue
+    waiting: int = 0  # operations of `after` that are not done
+    followers: list[AsyncOp] = field(default_factory=list)  # operations that wait for this one
 
     @property
-    def ready(self) -> bool:
-        """Whether everything it must follow is done."""
-        return all(op.done for op in self.after)
+    def name(self) -> str:
+        return f"{self.kind} of {self.warp.name}"
