@@ -62,7 +62,7 @@ _SHARED, _SHADOW, _WHO, _POINTERS, _RECORDS, _FRESH = map(
 _HEADER, _SHARED_END, _RANK, _RANKS, _CHECKS = map(_at, ("header", "shared_end", "rank", "ranks", "checks"))
 _FAULT_ADDRESS, _FAULT_LANE, _FAULT_SPACE = map(_at, ("fault_address", "fault_lane", "fault_space"))
 _CTA, _LOCAL, _PARAMS = map(state.offset_of, ("cta", "local", "params"))
-_LOCAL_SIZE, _PARAM_SIZE, _CONVERGED = map(state.offset_of, ("local_size", "param_size", "converged"))
+_LOCAL_SIZE, _PARAM_SIZE, _CONVERGED = map(state.offset_of, ("local_size", "param_size", "convergent"))
 _GENERIC, _GLOBAL, _SHARED_CTA, _SHARED_CLUSTER, _LOCAL_SPACE, _PARAM = range(6)
 _RANK_SHIFT, _START = state.CTA_RANK_SHIFT, state.SHARED_START
 _OFFSET_MASK = (1 << state.CTA_RANK_SHIFT) - 1
@@ -196,7 +196,7 @@ def _agreeing_store(
 def touch_lanes(
     warp: int, instr: int, mask: int, addresses: int, data: int, element: int, count: int, store: int, kind: int
 ) -> None:
-    """Enter an access into the shadow; locate_lanes has filled the context's scratch. `data` 0: no values to compare."""
+    """Enter an access into the shadow; locate_lanes has filled the context's scratch. `data` may be 0."""
     context = load64(warp + _CTA)
     who = context + _WHO
     tick = load64(who + 8 * shadow.TICK) + load32(warp + _CONVERGED)

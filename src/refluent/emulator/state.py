@@ -97,7 +97,6 @@ _FIELDS: list[tuple[Any, ...]] = [
     ("is_explicit_cluster", _U32),
     ("warp_barriers", _U32),  # how many bar.warp.sync have been executed: they order memory among lanes
     ("convergent", _U32),  # how many .sync instructions have been executed; memory is not ordered by them
-    ("converged", _U32),  # .sync instructions executed: each orders its lanes' accesses for the race checker
 ]
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from refluent.emulator.cta import CTA, Cluster, MachineWarp
     from refluent.emulator.grid import Launch
 
-CONVERGED = offset_of("converged") // 4
+CONVERGED = offset_of("convergent") // 4
 GRANULE_LANES = 16  # of tensor memory: no layout splits 16 lanes
 _CHANNELS_A_WARP, _CHANNELS_A_CTA = 8, 96  # what a cluster's clocks have room for
 
