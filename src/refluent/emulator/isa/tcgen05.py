@@ -315,9 +315,10 @@ def _submit_mma(machine: Machine, cta: CTA, warp: MachineWarp, instr: Instructio
         check = machine.check
         if check.enabled:
             for member in ctas:
-                if cells is None:
-                    check.async_shared(op, member, mma.a_addresses(), 16, write=False)
-                else:
+                addresses = mma.a_addresses()
+                if addresses is not None:
+                    check.async_shared(op, member, addresses, 16, write=False)
+                elif cells is not None:
                     check.async_tmem(op, member, cells[0], cells[1], cells[2], write=False)
                 check.async_shared(op, member, mma.b_addresses(), 16, write=False)
                 if mma.accumulate:
@@ -335,7 +336,7 @@ def _submit_mma(machine: Machine, cta: CTA, warp: MachineWarp, instr: Instructio
         flops=mma.flops,
         row="tensor",
     )
-    enqueue(machine, cta, warp, op)
+    enqueue(machine, cta, warp, op, mma.cta_group == 2)
 
 
 def _check_operand(cta: CTA, mma: Mma, instr: Instruction) -> None:
@@ -344,15 +345,13 @@ def _check_operand(cta: CTA, mma: Mma, instr: Instruction) -> None:
             raise MemoryFault(f"{instr.name}: an operand reaches {int(addresses.max()) + 16:#x}, past shared memory")
 
 
-def enqueue(machine: Machine, cta: CTA, warp: MachineWarp, op: AsyncOp) -> None:
+def enqueue(machine: Machine, cta: CTA, warp: MachineWarp, op: AsyncOp, paired: bool) -> None:
     """Put an operation behind everything that the CTA (its pair) has given to the tensor unit."""
-    queue = cta.groups.setdefault(QUEUE, [])
-    if queue and queue[-1].done:
-        queue.clear()
-    op.after = tuple(queue[-1:])
-    queue[:] = [op]
-    if machine.check.enabled:
-        machine.check.async_issue(op, warp)
+    last = cta.groups.get(QUEUE)
+    op.after = () if last is None else (last,)
+    op.channel = machine.check.channel(warp, QUEUE)
+    for member in cta.pair if paired else (cta,):
+        member.groups[QUEUE] = op
     machine.submit(op)
 
 
@@ -360,7 +359,7 @@ def enqueue(machine: Machine, cta: CTA, warp: MachineWarp, op: AsyncOp) -> None:
 def prepare_commit(instr: Instruction, kernel: Kernel) -> Handler:
     """tcgen05.commit.cta_group.mbarrier::arrive::one{.shared::cluster}{.multicast::cluster}.b64 [mbar] {, ctaMask}"""
     modifiers = Modifiers(instr, kernel, skip=1)
-    modifiers.choose(_GROUPS)
+    paired = modifiers.choose(_GROUPS) == "cta_group::2"
     modifiers.choose(["mbarrier::arrive::one"])
     modifiers.choose(["shared::cluster"], "generic")
     multicast = modifiers.flag("multicast::cluster")
@@ -374,13 +373,15 @@ def prepare_commit(instr: Instruction, kernel: Kernel) -> Handler:
         for lane in lanes_of(mask):
             address = int(warp.locate(barrier)[lane])
             ranks = lane_value(warp, rest[0], lane) & 0xFFFF if multicast else 1 << shared_rank(address)
-            _submit_commit(machine, cta, warp, instr, shared_offset(address), ranks)
+            _submit_commit(machine, cta, warp, instr, shared_offset(address), ranks, paired)
         return CONTINUE
 
     return handler
 
 
-def _submit_commit(machine: Machine, cta: CTA, warp: MachineWarp, instr: Instruction, offset: int, ranks: int) -> None:
+def _submit_commit(
+    machine: Machine, cta: CTA, warp: MachineWarp, instr: Instruction, offset: int, ranks: int, paired: bool
+) -> None:
     members = [member for member in cta.cluster.ctas if ranks >> member.rank & 1]
 
     def perform() -> None:
@@ -396,7 +397,7 @@ def _submit_commit(machine: Machine, cta: CTA, warp: MachineWarp, instr: Instruc
         describe=lambda: f"tcgen05.commit to the mbarrier at {offset:#x} of CTA ranks {[m.rank for m in members]}",
         row="tensor",
     )
-    enqueue(machine, cta, warp, op)
+    enqueue(machine, cta, warp, op, paired)
 
 
 @handles("tcgen05.cp")
@@ -475,4 +476,4 @@ class _Copy:
             nbytes=self.rows * self.columns * 4,
             row="tensor",
         )
-        enqueue(machine, cta, warp, op)
+        enqueue(machine, cta, warp, op, len(self.ctas) == 2)

@@ -15,6 +15,7 @@ from refluent.emulator import tensormap
 from refluent.emulator.isa import CONTINUE, AsyncOp, Handler, Modifiers, Outcome, handles
 from refluent.emulator.isa.bulk import add_to_group, reduce_elements
 from refluent.emulator.isa.mbarrier import complete_tx
+from refluent.emulator.isa.operand import CHUNK
 from refluent.emulator.isa.registers import lane_value, lanes_of
 from refluent.emulator.isa.tma_box import Region, box_elements, clip, inside, load_box, shared_chunks
 from refluent.emulator.memory import MemoryFault, shared_offset, shared_rank
@@ -116,44 +117,40 @@ class _Load:
     multicast: bool
 
     def submit(self) -> None:
-        region = clip(self.box, self.coordinates)
         offset = shared_offset(self.target)
         _check_shared(self.cta, offset, self.box, self.instr)
-        data: list[np.ndarray] = []
-        chunks = shared_chunks(offset, self.box.box_bytes, self.box.swizzle)
-
-        def read() -> None:
-            data.append(_read_global(self.machine, self.box, region))
-
+        first = self.cta.peer((self.ranks & -self.ranks).bit_length() - 1)
         op = AsyncOp(
             kind="tma load",
             cta=self.cta,
             warp=self.warp,
             instr=self.instr.index,
-            read=read,
-            perform=lambda: self._write(op, data[0], chunks),
+            perform=lambda: self._perform(op, shared_chunks(offset, self.box.box_bytes, self.box.swizzle)),
             describe=lambda: f"{self.instr.name} of box {self.box.box} at {self.coordinates}",
-            nbytes=self.box.box_bytes * bin(self.ranks).count("1"),
+            nbytes=self.box.box_bytes * self.ranks.bit_count(),
+            channel=self.machine.check.channel_of(*self._signal(first)),
         )
-        check = self.machine.check
-        if check.enabled:
-            check.async_issue(op, self.warp)
-            if not region.empty:
-                starts, run = region.rows()
-                check.async_global(op, starts, run, write=False)
         self.machine.submit(op)
 
-    def _write(self, op: AsyncOp, data: np.ndarray, chunks: np.ndarray) -> None:
-        nbytes = self.box.box_bytes
-        for rank in range(len(self.cta.cluster.ctas)):
-            if not self.ranks >> rank & 1:
+    def _perform(self, op: AsyncOp, chunks: np.ndarray) -> None:
+        check, region = self.machine.check, clip(self.box, self.coordinates)
+        if check.enabled and not region.empty:
+            starts, run = region.rows()
+            check.async_global(op, starts, run, write=False)
+        data = _read_global(self.machine, self.box, region)
+        for cta in self.cta.cluster.ctas:
+            if not self.ranks >> cta.rank & 1:
                 continue
-            cta = self.cta.peer(rank)
-            signal_cta = cta.peer(self._signal_rank(rank))
-            if self.machine.check.enabled:
-                self.machine.check.async_shared(op, cta, chunks * 16, 16, write=True)
+            signal_cta, signal_offset = self._signal(cta)
+            if check.enabled:
+                channel = check.channel_of(signal_cta, signal_offset)
+                check.async_shared(op, cta, chunks * CHUNK, CHUNK, write=True, channel=channel)
             cta.shared.view(np.complex128)[chunks] = data
-            complete_tx(self.machine, signal_cta, shared_offset(self.signal), nbytes, op)
+            complete_tx(self.machine, signal_cta, signal_offset, self.box.box_bytes, op)
+
+    def _signal(self, cta: CTA) -> tuple[CTA, int]:
+        """The barrier that hears of the bytes that arrive in a CTA."""
+        return cta.peer(self._signal_rank(cta.rank)), shared_offset(self.signal)
 
     def _signal_rank(self, rank: int) -> int:
         """CTA whose barrier hears of the bytes that arrived in CTA `rank`."""
@@ -224,7 +221,7 @@ def _submit_store(
 
     def read() -> None:
         if machine.check.enabled:
-            machine.check.async_shared(op, cta, chunks * 16, 16, write=False)
+            machine.check.async_shared(op, cta, chunks * CHUNK, CHUNK, write=False)
         data.append(cta.shared.view(np.complex128)[chunks])
 
     def write() -> None:
@@ -235,7 +232,8 @@ def _submit_store(
             raise MemoryFault(f"{instr.name}: write to read-only memory ({block.name})")
         if machine.check.enabled:
             starts, run = region.rows()
-            machine.check.async_global(op, starts, run, write=True, reduce=operation is not None)
+            for writes in (True,) if operation is None else (False, True):
+                machine.check.async_global(op, starts, run, write=writes, atomic=operation is not None)
         target = region.view(block.data, block.base)
         values = box_elements(box, data[0])[inside(region)]
         target[...] = values if operation is None else reduce_elements(target, values, operation, box.element)
@@ -250,9 +248,8 @@ def _submit_store(
         describe=lambda: f"{instr.name} of box {box.box} at {coordinates}",
         nbytes=box.box_bytes,
         row="bulk",
+        source_channel=machine.check.channel(warp, "bulk source"),
     )
-    if machine.check.enabled:
-        machine.check.async_issue(op, warp)
     add_to_group(warp, op)
     machine.submit(op)
 

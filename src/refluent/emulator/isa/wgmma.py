@@ -86,18 +86,16 @@ def prepare_wgmma(instr: Instruction, kernel: Kernel) -> Handler:
     modifiers.choose(["sync"])
     modifiers.choose(["aligned"])
     operands = _Operands.of(instr, modifiers)
-    shape, from_registers = operands.shape, isinstance(operands.a, np.ndarray)
+    shape = operands.shape
 
     def handler(machine: Machine, cta: CTA, warp: MachineWarp, mask: int) -> Outcome:
         converged(machine, cta, warp, mask, instr)
         state = groups_of(warp)
         try:
             b = MatrixDescriptor.decode(lane_value(warp, operands.b, 0), machine.arch_number)
-            a = (
-                None
-                if from_registers
-                else MatrixDescriptor.decode(lane_value(warp, operands.a, 0), machine.arch_number)
-            )
+            a = None
+            if not isinstance(operands.a, np.ndarray):
+                a = MatrixDescriptor.decode(lane_value(warp, operands.a, 0), machine.arch_number)
         except DescriptorError as error:
             raise MemoryFault(f"{instr.name}: {error}") from None
         _check_bounds(cta, shape, a, b, instr)
