@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from refluent.problem import Gradients, Inputs, Needs, Problem
+from refluent.tiled import cpu_flash
 from refluent.tiled.backward import Upstream, backward_segment, empty_gradients, finish
 from refluent.tiled.forward import Outputs, forward_segment
 from refluent.tiled.padding import pad
@@ -28,16 +29,21 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """o (b, sq, h, dv) or (tq, h, dv), lse (b, h, sq) or (h, tq), max_score like lse or None.
 
-    ``tile`` and ``host_lengths`` (read lengths on the host; by default on the CPU alone) change how the result is
-    computed, never what it is.
+    ``tile`` (by default torch's own CPU kernel where that fits, else a size by device) and ``host_lengths`` (read
+    lengths on the host; by default on the CPU alone) change how the result is computed, never what it is.
     """
+    own_kernel = tile is None and problem.device.type == "cpu"
     tile = tile or default_tile(problem)
     blocks = None if problem.options.block_mask is None else BlockMap(problem, inputs)
     workspace = Workspace(problem.device)
     if _reads_lengths(problem, host_lengths):
         out = Outputs.empty(problem, inputs.q)
         for segment in host_segments(problem, inputs):
-            forward_segment(problem, inputs, segment, tile, blocks, workspace, out)
+            call = cpu_flash.plan(problem, segment) if own_kernel else None
+            if call is not None:
+                cpu_flash.forward_segment(problem, inputs, call, out)
+            else:
+                forward_segment(problem, inputs, segment, tile, blocks, workspace, out)
         return out.o, out.lse, out.max_score
     padded = pad(problem, inputs)
     out = Outputs.empty(problem, padded.inputs.q)
@@ -59,6 +65,7 @@ def backward(
     host_lengths: bool | None = None,
 ) -> Gradients:
     """Gradients of q, k, v, sink and captured tensors; o, lse as :func:`forward` made them, do any strides."""
+    own_kernel = tile is None and problem.device.type == "cpu"
     tile = tile or default_tile(problem)
     blocks = None if problem.options.block_mask is None else BlockMap(problem, inputs)
     workspace = Workspace(problem.device)
@@ -66,7 +73,11 @@ def backward(
         out = empty_gradients(problem, inputs, needs)
         upstream = Upstream(o, lse, do, dlse)
         for segment in host_segments(problem, inputs):
-            backward_segment(problem, inputs, segment, tile, blocks, workspace, upstream, needs, out)
+            call = cpu_flash.plan_backward(problem, segment, dlse) if own_kernel else None
+            if call is not None:
+                cpu_flash.backward_segment(problem, inputs, call, upstream, out)
+            else:
+                backward_segment(problem, inputs, segment, tile, blocks, workspace, upstream, needs, out)
         return finish(inputs, out)
     padded = pad(problem, inputs)
     queries, keys = padded.queries, padded.keys
