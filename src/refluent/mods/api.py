@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -61,7 +62,11 @@ def _traced(fn: Callable[..., Any], kind: Kind) -> TracedMod:
     for entry in entries:
         if all(seen.tensors[number].shape == shape for number, shape in entry.shapes):
             return TracedMod(entry.mod, tuple([seen.tensors[number] for number in entry.numbers]), fn)
-    return _trace(fn, kind, seen)
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return _trace(fn, kind, seen)
+    # torch.func's transforms belong to a thread: in another one nothing of them reaches the recording.
+    with ThreadPoolExecutor(1) as outside:
+        return outside.submit(_trace, fn, kind, seen).result()
 
 
 def _trace(fn: Callable[..., Any], kind: Kind, seen: Seen) -> TracedMod:
