@@ -7,7 +7,7 @@ from refluent.emulator.codegen.emitter import Emitter, Val, vec
 from refluent.emulator.codegen.integer import binary, cut, extend
 from refluent.emulator.codegen.moves import source
 from refluent.emulator.codegen.registry import INTEGER, Mods, emits
-from refluent.emulator.ptx import Addr, Instruction, Operand, Reg, Sink, Symbol, Vec
+from refluent.emulator.ptx import Addr, Imm, Instruction, Operand, Reg, Sink, Symbol, Vec
 from refluent.emulator.state import (
     FAULT,
     GENERIC,
@@ -156,7 +156,8 @@ def _to_data(e: Emitter, item: Operand, size: int, i: int) -> None:
         if val.bits < bits:
             raise e.refuse(f"{bits}-bit element from {item.bits}-bit register {item.name}")
     else:
-        val = e.float_value(item, bits) if bits in (32, 64) else e.value(item, bits)
+        is_float = isinstance(item, Imm) and item.float_bits != 0
+        val = e.float_value(item, bits) if is_float else e.value(item, bits)
     if bits == 128:
         for half, step in zip(e.halves(val), (0, 256)):
             at = e.op(f"getelementptr i8, ptr %s, i64 {start + step}")
