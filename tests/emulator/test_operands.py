@@ -142,6 +142,18 @@ def test_tcgen05_mma_reads_a_from_tensor_memory():
     np.testing.assert_allclose(got, numeric.bf16_to_f32(a) @ numeric.bf16_to_f32(b).T, rtol=1e-6, atol=1e-5)
 
 
+def test_tcgen05_mma_leaves_disabled_lanes_alone():
+    cta, a, b = Cta(), bf16_matrix(128, 16), bf16_matrix(32, 16)
+    descriptors = place(cta, 1024, a), place(cta, 32768, b)
+    before = cta.tmem.copy()
+    shape = InstructionDescriptor.decode(instruction_word(128, 32), "kind::f16")
+    Mma(shape, 1, 64, *descriptors, False, (0, 1 << 5, 0, 1 << 31)).execute([cta], "fp32")
+    for lane in (32 + 5, 96 + 31):
+        assert np.array_equal(cta.tmem[lane], before[lane])
+    changed = (cta.tmem[:, 64:96] != before[:, 64:96]).any(axis=1)
+    assert changed.sum() == 126
+
+
 @pytest.mark.parametrize(
     ("m", "n", "group", "text"),
     [(32, 64, 1, "M = 32"), (128, 8, 1, "N = 8"), (64, 64, 2, "M = 64"), (256, 48, 2, "N = 48")],

@@ -94,6 +94,7 @@ class Mma:
     a: MatrixDescriptor | int
     b: MatrixDescriptor
     accumulate: bool
+    disabled_lanes: tuple[int, ...] = ()  # 32-lane masks of D's lanes that keep their value, four words a CTA
 
     @property
     def flops(self) -> int:
@@ -135,8 +136,16 @@ class Mma:
     def execute(self, ctas: Sequence[CtaMemory], model: str) -> None:
         """Read the operands, multiply, update D. `ctas`: the issuing CTA, or the pair, even rank first."""
         b = np.concatenate([self._read_b(cta) for cta in ctas]) if len(ctas) > 1 else self._read_b(ctas[0])
-        for cta in ctas:
+        for rank, cta in enumerate(ctas):
+            kept = self._kept_lanes(rank)
+            before = cta.tmem[kept].copy()
             self._update(cta, self._read_a(cta), b, model)
+            cta.tmem[kept] = before
+
+    def _kept_lanes(self, rank: int) -> np.ndarray:
+        """Lanes of one CTA that disable-output-lane protects."""
+        words = np.array(self.disabled_lanes[4 * rank : 4 * rank + 4], "<u4")
+        return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
 
     def _read_a(self, cta: CtaMemory) -> np.ndarray:
         s = self.shape

@@ -273,9 +273,8 @@ def prepare_mma(instr: Instruction, kernel: Kernel) -> Handler:
         modifiers.flag(f"collector::a::{use}")
     modifiers.done()
     d, a, b, idesc, *rest = instr.operands
-    if rest and isinstance(rest[0], Vec):
-        raise modifiers.refuse("disable-output-lane is not executed")
-    if len(rest) != 1 or not isinstance(d, Addr):
+    disabled = rest.pop(0).items if rest and isinstance(rest[0], Vec) else ()
+    if len(disabled) not in (0, 4 * group) or len(rest) != 1 or not isinstance(d, Addr):
         raise modifiers.refuse("[d], a, b, idesc, enable-input-d expected (scale-input-d is not executed)")
 
     def handler(machine: Machine, cta: CTA, warp: MachineWarp, mask: int) -> Outcome:
@@ -291,7 +290,8 @@ def prepare_mma(instr: Instruction, kernel: Kernel) -> Handler:
             except DescriptorError as error:
                 raise MemoryFault(f"{instr.name}: {error}") from None
             target, enable = int(warp.locate(d)[lane]), flag(warp, rest[0], lane)
-            mma = Mma(shape, group, target, descriptor_a, descriptor_b, enable)
+            off = tuple(lane_value(warp, word, lane) & 0xFFFFFFFF for word in disabled)
+            mma = Mma(shape, group, target, descriptor_a, descriptor_b, enable, off if any(off) else ())
             _submit_mma(machine, cta, warp, instr, mma)
         return CONTINUE
 
