@@ -59,7 +59,7 @@ def test_clean_gradients_cost_no_extra_pass():
     g = torch.randn(SIZES)
     out = mod.grad_buffers([slope], (True,), torch.float32)
     assert mod.backward(None, *positions(SIZES), [slope], g, needs=(True,), out=out) is g
-    source = mod._programs[torch.float32, (True,)].__doc__
+    source = mod._programs[torch.float32, (True,), False].__doc__
     assert "nothing" not in source
     assert "contract" in source
 

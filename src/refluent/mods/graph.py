@@ -19,7 +19,15 @@ aten = torch.ops.aten
 
 POSITIONS = ("b", "h", "i", "j")
 
-IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default})
+IDENTITIES = frozenset(
+    {
+        aten.detach.default,
+        aten.alias.default,
+        aten.clone.default,
+        aten.lift_fresh.default,
+        aten.positive.default,
+    }
+)
 """Operations that hand their argument on; detach also stops the gradient."""
 
 

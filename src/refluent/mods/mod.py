@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from refluent.mods.graph import captured_number, dependencies, describe, digest, output_of, reads_of
-from refluent.mods.program import Reader, Tile, compile_backward, compile_forward, reader_of
+from refluent.mods.program import compile_backward, compile_forward
+from refluent.mods.reads import Reader, Tile, reader_of
 
 Origin = tuple[int, int, int, int]
 """First b, h, i and j of a tile whose positions ascend by one along every dimension."""
@@ -140,10 +141,11 @@ class Mod:
         to the nearest valid one (for padded tiles); without it they raise ValueError (on the CPU).
         """
         dtype = torch.float32 if score is None else score.dtype
-        program = self._programs.get(dtype)
+        box = origin is not None
+        program = self._programs.get((dtype, box))
         if program is None:
-            program = compile_forward(self._graph(self.graphs, dtype), self.captured_names, self.label)
-            self._programs[dtype] = program
+            program = compile_forward(self._graph(self.graphs, dtype), self.captured_names, self.label, box=box)
+            self._programs[dtype, box] = program
         tile = Tile(origin, (b.shape[0], h.shape[1], i.shape[2], j.shape[3]) if origin else _NO_SIZES, clamp)
         result: Tensor = program(score, b, h, i, j, captured, tile)
         return result
@@ -172,11 +174,13 @@ class Mod:
         itself; ``g`` is never written to.
         """
         needs = tuple(needs)
-        program = self._programs.get((g.dtype, needs))
+        box = origin is not None
+        program = self._programs.get((g.dtype, needs, box))
         if program is None:
             graph = self._graph(self.grad_graphs, g.dtype)
-            program = compile_backward(graph, self._readers_of(g.dtype), self.captured_names, self.label, needs)
-            self._programs[(g.dtype, needs)] = program
+            readers = self._readers_of(g.dtype)
+            program = compile_backward(graph, readers, self.captured_names, self.label, needs=needs, box=box)
+            self._programs[g.dtype, needs, box] = program
         tile = Tile(origin, (b.shape[0], h.shape[1], i.shape[2], j.shape[3]) if origin else _NO_SIZES, clamp)
         dscore: Tensor = program(score, b, h, i, j, captured, g, out, tile)
         return dscore

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
+from refluent.mods.distance import Distances, diagonals, distances, spread
 from refluent.mods.graph import (
     POSITIONS,
     aten,
-    captured_number,
     constant,
     dependencies,
     dtype_of,
@@ -25,146 +24,28 @@ from refluent.mods.graph import (
     read,
     simplify,
 )
+from refluent.mods.reads import Reader, contract, reader_of
 
 Program = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How a program's positions lie: ``origin`` (first b, h, i, j of a box) with its ``sizes``, or None; clamping."""
-
-    origin: tuple[int, int, int, int] | None
-    sizes: tuple[int, int, int, int]
-    clamp: bool
-
-
-@dataclass(frozen=True)
-class Reader:
-    """Runs one read, forward and backward.
-
-    ``axes``: per dimension of the captured tensor the tile axis (0..3 for b, h, i, j) that indexes it, a fixed number
-    as (number,), or None if some index is computed. ``reduced``: tile axes that the indices ignore.
-    """
-
-    captured: int
-    dtype: torch.dtype
-    axes: tuple[int | tuple[int], ...] | None
-    reduced: tuple[int, ...]
-    what: str
-
-    def load(self, x: Tensor, index: tuple[Tensor | int, ...], tile: Tile) -> Tensor:
-        """The values at ``index``, broadcastable to the tile, in the read's type."""
-        box = self.box(x, tile)
-        if box is not None:
-            return box.to(self.dtype)
-        if tile.clamp or x.device.type != "cpu":
-            index = self.clamped(x, index)
-        try:
-            found = x[index] if index else x
-        except IndexError as error:
-            raise ValueError(f"{self.what}, of shape {tuple(x.shape)}, out of range: {error}") from None
-        return (found if found.ndim == 4 else found.reshape(1, 1, 1, 1)).to(self.dtype)
-
-    def check(self, x: Tensor, index: tuple[Tensor | int, ...]) -> None:
-        for at, size in zip(index, x.shape):
-            low, high = (int(e) for e in at.aminmax()) if isinstance(at, Tensor) else (at, at)
-            if low < -size or high >= size:
-                raise ValueError(f"{self.what}, of shape {tuple(x.shape)}, out of range: index {low} to {high}")
-
-    def clamped(self, x: Tensor, index: tuple[Tensor | int, ...]) -> tuple[Tensor | int, ...]:
-        if 0 in x.shape:
-            raise ValueError(f"{self.what}, of shape {tuple(x.shape)}, which holds nothing")
-        return tuple(
-            at.clamp(-size, size - 1) if isinstance(at, Tensor) else min(max(at, -size), size - 1)
-            for at, size in zip(index, x.shape)
-        )
-
-    def box(self, x: Tensor, tile: Tile) -> Tensor | None:
-        """The slice of ``x`` that a box of positions reads, as a (b, h, i, j) view; None where it is no slice."""
-        if self.axes is None or tile.origin is None:
-            return None
-        dim, order = 0, []
-        for axis, size in zip(self.axes, x.shape):
-            if isinstance(axis, tuple):
-                if not -size <= axis[0] < size:
-                    return None
-                x = x.select(dim, axis[0])
-                continue
-            start, length = tile.origin[axis], tile.sizes[axis]
-            if start < 0 or start + length > size:
-                return None
-            x = x.narrow(dim, start, length)
-            order.append(axis)
-            dim += 1
-        x = x.permute(sorted(range(dim), key=order.__getitem__))
-        for axis in range(4):
-            if axis not in order:
-                x = x.unsqueeze(axis)
-        return x
-
-    def add(self, out: Tensor, dr: Tensor, index: tuple[Tensor | int, ...], tile: Tile) -> None:
-        """Add the gradient of the read's values, already over the whole tile or reduced, to ``out``."""
-        axes = tuple(a for a in self.reduced if dr.shape[a] != 1)
-        if axes:
-            dr = dr.sum(axes, keepdim=True)
-        box = self.box(out, tile)
-        if box is not None:
-            box.add_(dr)
-            return
-        if tile.clamp or out.device.type != "cpu":
-            index = self.clamped(out, index)
-        else:
-            self.check(out, index)
-        flat = torch.zeros((), dtype=torch.int64, device=out.device)
-        for at, size, stride in zip(index, out.shape, out.stride()):
-            if isinstance(at, Tensor):
-                at = at.to(torch.int64)
-                at = torch.where(at < 0, at + size, at)
-            elif at < 0:
-                at += size
-            flat = flat + at * stride
-        flat = flat.expand(dr.shape).reshape(-1)
-        values = dr.reshape(-1).to(out.dtype)
-        if out.device.type == "cpu":
-            out.view(-1).index_add_(0, flat, values)
-        else:  # sorted, so that the order of the sum is fixed
-            out.view(-1).index_put_((flat,), values, accumulate=True)
-
-
-def reader_of(node: fx.Node, depends: dict[fx.Node, frozenset[str]], names: Sequence[str], label: str) -> Reader:
-    """The reader of a read node; ``names`` of the captured tensors and ``label`` of the function serve messages."""
-    number = captured_number(node)
-    axes = _axes(node.args[2:])
-    reduced = tuple(a for a, name in enumerate(POSITIONS) if name not in depends[node])
-    return Reader(number, dtype_of(node), axes, reduced, f"{label} reads {names[number]}")
-
-
-def _axes(index: Sequence[Any]) -> tuple[int | tuple[int], ...] | None:
-    """Tile axes and fixed numbers that index a captured tensor; None where an index is computed or comes twice."""
-    axes: list[int | tuple[int]] = []
-    for item in index:
-        if isinstance(item, int):
-            axes.append((item,))
-        elif item.name in POSITIONS and POSITIONS.index(item.name) not in axes:
-            axes.append(POSITIONS.index(item.name))
-        else:
-            return None
-    return tuple(axes)
 
 
 class _Writer:
     """Writes a graph as the source of one Python function."""
 
-    def __init__(self, graph: fx.Graph, names: Sequence[str], label: str) -> None:
+    def __init__(self, graph: fx.Graph, names: Sequence[str], label: str, box: bool) -> None:
+        self.distances = Distances(graph if box else None, dependencies(graph))
+        self.along = self.distances.members
+        self.spreads: dict[fx.Node, str] = {}  # values along the distance, over the tile
         self.depends = dependencies(graph)
         self.captured_names = names
         self.label = label
-        self.space: dict[str, Any] = {"torch": torch, "contract": contract}
-        self.lines: list[str] = []
+        self.space: dict[str, Any] = {"torch": torch, "contract": contract, "spread": spread, "diagonals": diagonals}
+        self.space["distances"] = distances
+        self.lines: list[str] = ["d = distances(tile, b.device)"] if self.along else []
         self.names: dict[fx.Node, str] = {n: n.name for n in graph.nodes if n.op == "placeholder"}
         self.left: dict[fx.Node, int] = {}  # uses of a value that are still to come
         self.owned: set[fx.Node] = set()  # temporaries, which may be overwritten
-        self.fused = _products_to_fuse(graph, self.depends)
+        self.fused = _products_to_fuse(graph, self.depends) - self.along
         for node in graph.nodes:
             for used in node.all_input_nodes:
                 self.left[used] = self.left.get(used, 0) + _count(node, used)
@@ -173,7 +54,9 @@ class _Writer:
         for node in graph.nodes:
             if node.op != "call_function" or node.target is constant or node in self.fused:
                 continue
-            if node.target is read:
+            if node in self.distances.roots:
+                self.root(node)
+            elif node.target is read:
                 self.read(node)
             else:
                 self.operation(node)
@@ -190,26 +73,42 @@ class _Writer:
         self.space[name] = value
         return name
 
-    def text(self, arg: Any) -> str:
+    def text(self, arg: Any, user: fx.Node | None = None) -> str:
+        """An argument's text in the line of ``user`` (None: where it has to span the tile)."""
         if isinstance(arg, fx.Node):
-            return _literal(arg.args[0]) if arg.target is constant else self.names[arg]
+            if arg.target is constant:
+                return _literal(arg.args[0])
+            return self.spread(arg) if arg in self.along and user not in self.along else self.names[arg]
         if isinstance(arg, list | tuple):
-            return "[" + ", ".join(self.text(a) for a in arg) + "]"
+            return "[" + ", ".join(self.text(a, user) for a in arg) + "]"
         return _literal(arg)
 
-    def tensor(self, arg: Any) -> str:
+    def tensor(self, arg: Any, user: fx.Node | None = None) -> str:
         """Like text, but a constant is a tensor: where a python number would give the result another type."""
         if isinstance(arg, fx.Node) and arg.target is constant:
             return f"torch.full((1, 1, 1, 1), {_literal(arg.args[0])}, dtype={arg.args[1]}, device=b.device)"
-        return self.text(arg)
+        return self.text(arg, user)
 
-    def cast(self, arg: Any, dtype: torch.dtype) -> str:
-        text = self.text(arg)
-        return text if dtype_of(arg) == dtype else f"{text}.to({dtype})"
+    def spread(self, node: fx.Node) -> str:
+        if node not in self.spreads:
+            self.spreads[node] = f"{self.names[node]}_{len(self.spreads)}"
+            self.lines.append(f"{self.spreads[node]} = spread({self.names[node]}, tile)")
+        return self.spreads[node]
+
+    def cast(self, arg: Any, user: fx.Node) -> str:
+        text = self.text(arg, user)
+        return text if dtype_of(arg) == dtype_of(user) else f"{text}.to({dtype_of(user)})"
+
+    def root(self, node: fx.Node) -> None:
+        """A multiple of the distance j - i, plus a number."""
+        factor, offset = self.distances.roots[node]
+        self.names[node] = name = f"v{len(self.names)}"
+        self.lines.append(f"{name} = d * {factor} + {offset}" if (factor, offset) != (1, 0) else f"{name} = d")
+        self.release(node, name)
 
     def read(self, node: fx.Node) -> None:
         reader = reader_of(node, self.depends, self.captured_names, self.label)
-        index = "".join(f"{self.text(a)}, " for a in node.args[2:])
+        index = "".join(f"{self.text(a, node)}, " for a in node.args[2:])
         self.names[node] = name = f"v{len(self.names)}"
         self.lines.append(f"{name} = {self.bind(reader, 'read')}.load(captured[{reader.captured}], ({index}), tile)")
         self.release(node, name)
@@ -229,7 +128,7 @@ class _Writer:
         if in_place is not None and self.reusable(args[0], node):
             call, name = in_place, self.names[args[0]]  # type: ignore[index]
         text = self.text if _takes_numbers(node) else self.tensor
-        arguments = [text(a) for a in args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
+        arguments = [text(a, node) for a in args] + [f"{k}={text(v, node)}" for k, v in node.kwargs.items()]
         self.lines.append(f"{name} = {self.bind(call, 'op')}({', '.join(arguments)})")
         self.names[node] = name
         self.owned.add(node)
@@ -237,13 +136,13 @@ class _Writer:
 
     def multiply_add(self, node: fx.Node, product: fx.Node) -> None:
         other = node.args[1] if node.args[0] is product else node.args[0]
-        first, second = (self.cast(a, dtype_of(node)) for a in product.args)
+        first, second = (self.cast(a, node) for a in product.args)
         if self.reusable(other, node):
             name = self.names[other]  # type: ignore[index]
             self.lines.append(f"{name}.addcmul_({first}, {second})")
         else:
             name = f"v{len(self.names)}"
-            self.lines.append(f"{name} = torch.addcmul({self.text(other)}, {first}, {second})")
+            self.lines.append(f"{name} = torch.addcmul({self.text(other, node)}, {first}, {second})")
         self.names[node] = name
         self.owned.add(node)
         self.release(product, name)
@@ -256,7 +155,9 @@ class _Writer:
         return self.extent(arg) == self.extent(node) and dtype_of(arg) == dtype_of(node)
 
     def extent(self, node: fx.Node) -> frozenset[str]:
-        """The tile axes that a value spans, as position names."""
+        """The tile axes that a value spans, as position names; d stands for the distance."""
+        if node in self.along:
+            return self.depends[node] - {"i", "j"} | {"d"}
         return frozenset(POSITIONS) if self.depends[node] & {"score", "g"} else self.depends[node]
 
     def release(self, node: fx.Node, keep: str) -> None:
@@ -266,6 +167,8 @@ class _Writer:
             self.left[used] -= _count(node, used)
             if self.left[used] == 0 and used.op == "call_function" and self.names.get(used, keep) != keep:
                 dead.append(self.names[used])
+                if used in self.spreads:
+                    dead.append(self.spreads[used])
         if dead:
             self.lines.append(f"del {', '.join(dead)}")
 
@@ -338,22 +241,25 @@ def _is_product(node: fx.Node) -> bool:
     )
 
 
-def compile_forward(graph: fx.Graph, names: Sequence[str], label: str) -> Program:
-    """``program(score, b, h, i, j, captured, tile)`` gives the result, broadcastable to the tile."""
+def compile_forward(graph: fx.Graph, names: Sequence[str], label: str, *, box: bool) -> Program:
+    """``program(score, b, h, i, j, captured, tile)`` gives the result, broadcastable to the tile.
+
+    ``box``: the tile has an origin.
+    """
     graph = simplify(graph, keep_detach=False)
-    writer = _Writer(graph, names, label)
+    writer = _Writer(graph, names, label, box)
     writer.write(graph)
     writer.lines.append(f"return {writer.tensor(output_of(graph))}")
     return writer.build("score, b, h, i, j, captured, tile")
 
 
 def compile_backward(
-    graph: fx.Graph, forward: Sequence[Reader], names: Sequence[str], label: str, needs: Sequence[bool]
+    graph: fx.Graph, forward: Sequence[Reader], names: Sequence[str], label: str, *, needs: Sequence[bool], box: bool
 ) -> Program:
     """``program(score, b, h, i, j, captured, g, out, tile)`` gives dscore and adds to ``out``.
 
     ``graph``: as :func:`refluent.mods.grad.derive` makes it; ``forward``: its reads' readers; ``needs``: which captured
-    tensors get a gradient.
+    tensors get a gradient; ``box``: the tile has an origin.
     """
     dscore, per_read = output_of(graph)
     kept = tuple(
@@ -362,7 +268,7 @@ def compile_backward(
     )
     graph = _with_output(graph, (dscore, kept))
     dscore, per_read = output_of(graph)
-    writer = _Writer(graph, names, label)
+    writer = _Writer(graph, names, label, box)
     last = [(item, reader) for item, reader in zip(per_read, forward) if item is not None]
     contracted = {item[0]: c for item, reader in last if (c := _contraction(item[0], reader, writer.depends))}
     writer.fused |= set(contracted)  # never written out: contract() takes the two factors
@@ -371,8 +277,9 @@ def compile_backward(
     if any(isinstance(n, fx.Node) and not is_clean(n) for n in outputs):
         writer.lines.append("nothing = g == 0")
     for item, reader in last:
-        text = _reduced(writer, item[0], reader, contracted.get(item[0]))
-        index = "".join(f"{writer.text(a)}, " for a in item[1:])
+        along = writer.distances.indexes(item[1:])
+        text = _reduced(writer, item[0], reader, contracted.get(item[0]), along)
+        index = "".join(f"{writer.names[a] if along and a in writer.along else writer.text(a)}, " for a in item[1:])
         bound = writer.bind(reader, "read")
         writer.lines.append(f"{bound}.add(out[{reader.captured}], {text}, ({index}), tile)")
     if dscore is None or _is_zero(dscore):
@@ -398,11 +305,15 @@ def _zeroed(writer: _Writer, node: fx.Node) -> str:
     return text if is_clean(node) else f"torch.where(nothing, 0.0, {text})"
 
 
-def _reduced(writer: _Writer, dr: fx.Node, reader: Reader, contraction: tuple[fx.Node, fx.Node] | None) -> str:
-    if contraction is None:
-        return f"({_zeroed(writer, dr)}).expand(g.shape)"
-    scores, weights = contraction
-    return f"contract({writer.text(scores)}, {writer.text(weights)})"
+def _reduced(
+    writer: _Writer, dr: fx.Node, reader: Reader, contraction: tuple[fx.Node, fx.Node] | None, along: bool
+) -> str:
+    """The gradient of a read's values over the tile, summed where that is cheap; ``along``: per distance."""
+    if contraction is not None:
+        scores, weights = contraction
+        return f"contract({writer.text(scores)}, {writer.text(weights)})"
+    whole = f"({_zeroed(writer, dr)}).expand(g.shape)"
+    return f"diagonals({whole}, {reader.reduced})" if along else whole
 
 
 def _is_zero(node: object) -> bool:
@@ -455,10 +366,3 @@ def _contraction(dr: fx.Node, reader: Reader, depends: dict[fx.Node, frozenset[s
             if "g" in depends[scores] and depends[weights] and depends[weights] <= {"i", "j"}:
                 return scores, weights
     return None
-
-
-def contract(x: Tensor, y: Tensor) -> Tensor:
-    """``(x * y).sum((2, 3), keepdim=True)`` in one pass over x (B, H, Tm, Tn); y broadcasts to (1, 1, Tm, Tn)."""
-    batch, heads, rows, columns = x.shape
-    weights = y.to(x.dtype).expand(1, 1, rows, columns).reshape(-1)
-    return torch.mv(x.reshape(batch * heads, rows * columns), weights).view(batch, heads, 1, 1)
