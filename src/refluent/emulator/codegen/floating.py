@@ -103,8 +103,6 @@ def scalar(e: Emitter, ins: Instruction, mods: Mods) -> None:
     op = "fma" if ins.opcode == "mad" else ins.opcode
     operand_count(e, ins, 4 if op == "fma" else 3)
     mode = mods.take(*MODES, default="rn" if op != "fma" else "")
-    if not mode:
-        raise e.refuse("needs a rounding mode")
     ftz, sat = (mods.flag("ftz"), mods.flag("sat")) if kind == "f32" else (False, False)
     args = operands(e, ins, int(kind[1:]), ftz)
     finish(e, ins.operands[0], arithmetic(e, op, mode, args), ftz, sat)
@@ -153,6 +151,9 @@ def min_max(e: Emitter, ins: Instruction, mods: Mods) -> None:
     if xorsign:
         sign = e.op(f"xor <32 x i32> {e.bits(args[0])}, {e.bits(args[1])}")
         sign = e.op(f"and <32 x i32> {sign}, splat (i32 -2147483648)")
+        # NaN stays canonical.
+        number = e.op(f"fcmp ord <32 x float> {e.fp(result)}, zeroinitializer")
+        sign = e.select(number, sign, "zeroinitializer", "i32")
         result = e.from_bits(e.op(f"or <32 x i32> {e.bits(result)}, {sign}"), 32)
     finish(e, ins.operands[0], result)
 

@@ -148,10 +148,14 @@ def min_max16(e: Emitter, ins: Instruction, mods: Mods) -> None:
     for pair in zip(*(split(e, o, kind) for o in ins.operands[1:])):
         halves = [flush_half(e, v) for v in pair] if ftz else list(pair)
         wide = [to_f32(e, v, base) for v in halves]
-        result = from_f32(e, extreme(e, ins.opcode, nan, [magnitude(e, w) for w in wide] if xorsign else wide), base)
+        best = extreme(e, ins.opcode, nan, [magnitude(e, w) for w in wide] if xorsign else wide)
+        result = from_f32(e, best, base)
         if xorsign:
             sign = e.op(f"xor <32 x i16> {e.bits(halves[0])}, {e.bits(halves[1])}")
             sign = e.op(f"and <32 x i16> {sign}, splat (i16 -32768)")
+            # NaN stays canonical.
+            number = e.op(f"fcmp ord <32 x float> {e.fp(best)}, zeroinitializer")
+            sign = e.select(number, sign, "zeroinitializer", "i16")
             result = e.from_bits(e.op(f"or <32 x i16> {e.bits(result)}, {sign}"), 16)
         results.append(result)
     join(e, ins.operands[0], results)

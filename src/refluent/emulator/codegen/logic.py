@@ -120,7 +120,7 @@ def _two_inputs(e: Emitter, table: int, a: str, b: str) -> str:
         return binary(e, direct[table], 32, a, b)
     if 15 - table in (12, 10, 8, 14, 6):
         return binary(e, "xor", 32, _two_inputs(e, 15 - table, a, b), "splat (i32 -1)")
-    other, first = (a, b) if table in (2, 13) else (b, a)
+    other, first = (a, b) if table in (2, 11) else (b, a)
     inverted = binary(e, "xor", 32, other, "splat (i32 -1)")
     return binary(e, "and" if table in (2, 4) else "or", 32, inverted, first)
 
@@ -148,7 +148,7 @@ def lop3(e: Emitter, ins: Instruction, mods: Mods) -> None:
 @emits("prmt", types=("b32",))
 def prmt(e: Emitter, ins: Instruction, mods: Mods) -> None:
     operand_count(e, ins, 4)
-    mods.last()
+    mods.take("b32")
     mode = mods.maybe("f4e", "b4e", "rc8", "ecl", "ecr", "rc16")
     a, b, selector = (e.value(o, 32) for o in ins.operands[1:])
     whole = e.bits(e.from_halves(a, b))

@@ -148,7 +148,7 @@ def mov(e: Emitter, ins: Instruction, mods: Mods) -> None:
         return
     bits = 32 if kind.endswith("x2") else int(kind.lstrip("abcdefsu"))
     if isinstance(target, Vec):
-        live = [item for item in target.items]
+        live = target.items
         if bits == 32 and len(live) == 4:
             raise e.refuse("unpacking to bytes")
         for item, part in zip(live, unpack(e, source(e, operand, bits, False), len(live))):
