@@ -44,13 +44,17 @@ class NamedBarrier:
         expected = LANES * len([w for w in self.cta.warps if not w.finished]) if count is None else count
         if self.arrived and expected != self.expected and not self.everybody:
             self._complain(warp, f"expects {expected} threads, others of this phase {self.expected}")
-        if any(other is warp for other, _ in self.arrived):
-            self._complain(warp, "the warp has arrived in this phase already: lanes of one warp arrive separately")
+        if any(other is warp and self._waits(instr) for other, instr in self.arrived):
+            self._complain(warp, "the warp waits in this phase already: lanes of one warp arrive separately")
         self.expected, self.everybody = expected, count is None
         self.arrived.append((warp, warp.instr))
         self.seen[warp.instr] = self.seen.get(warp.instr, 0) + 1
         self.machine.check.arrive(self.sync, warp)
         return self._complete_if_full(warp)
+
+    def _waits(self, instr: int) -> bool:
+        """Whether an arrival also waits; one that does not (bar.arrive) may be followed by another of the same warp."""
+        return "arrive" not in self.cta.launch.kernel.instructions[instr].modifiers
 
     def _complete_if_full(self, warp: MachineWarp) -> bool:
         if self.threads < self.expected:
