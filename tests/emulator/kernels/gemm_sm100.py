@@ -13,7 +13,7 @@ COLUMNS = 512  # of tensor memory: all of it
 
 
 class Gemm:
-    """c = a @ b^T with float32 accumulation. a (m, k), b (n, k) of one type, either mode contiguous; c (m, n) row-major.
+    """c = a @ b^T, accumulated in float32. a (m, k), b (n, k) of one type, either mode contiguous; c (m, n) row-major.
 
     `tile` is (m, n, k) of one MMA: m 64 or 128 for one CTA, 128 or 256 for a pair (`pair`), which shares the rows of a
     and the columns of b between its CTAs.

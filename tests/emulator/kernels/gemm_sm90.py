@@ -11,7 +11,7 @@ GROUP = 128  # threads of a warpgroup
 
 
 class Gemm:
-    """c = a @ b^T with float32 accumulation. a (m, k), b (n, k) of one type, either mode contiguous; c (m, n) row-major.
+    """c = a @ b^T, accumulated in float32. a (m, k), b (n, k) of one type, either mode contiguous; c (m, n) row-major.
 
     `tile` is (m, n, k) of a CTA. Any sizes whose contiguous extents are multiples of 16 bytes: TMA fills with zero
     what lies outside, and rows and columns outside c are not stored.
@@ -72,11 +72,13 @@ class Gemm:
         tiles = cute.ceil_div(a.shape[1], self.tile[2])
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP)
         if group == self.groups:
-            cute.arch.setmaxregister_decrease(40)
+            if cutlass.const_expr(self.groups == 2):  # 3 x 128 threads start with 168 registers each
+                cute.arch.setmaxregister_decrease(40)
             if cute.arch.warp_idx() % 4 == 0:
                 self._produce(a_atom, a, a_ring, b_atom, b, b_ring, full, empty, tiles)
         else:
-            cute.arch.setmaxregister_increase(232)
+            if cutlass.const_expr(self.groups == 2):
+                cute.arch.setmaxregister_increase(232)
             self._consume(mma, a_ring, b_ring, c, full, empty, tiles)
 
     @cute.jit

@@ -13,8 +13,9 @@ WARPS = THREADS // 32
 def block_sum(value: cutlass.Float32, partial: cute.Tensor) -> cutlass.Float32:
     """The sum over the CTA, in every thread; partial (WARPS,) float32 in shared memory."""
     value = cute.arch.warp_reduction_sum(value)
+    warp = cute.arch.warp_idx()  # a shuffle: all lanes take part
     if cute.arch.lane_idx() == 0:
-        partial[cute.arch.warp_idx()] = value
+        partial[warp] = value
     cute.arch.sync_threads()
     total = cutlass.Float32(0)
     for w in cutlass.range_constexpr(WARPS):

@@ -82,7 +82,11 @@ class TileCopy:
         cute.arch.sync_threads()
         s, g = _partition(atom, tile, x, self.tile)
         if cute.arch.warp_idx() == 0:
-            cute.copy(atom, s, g[None, block])
+            if cutlass.const_expr(self.reduce):  # elects a thread by itself
+                cute.copy(atom, s, g[None, block])
+            else:
+                with cute.arch.elect_one():
+                    cute.copy(atom, s, g[None, block])
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0)
 
