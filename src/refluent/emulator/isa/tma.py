@@ -195,9 +195,14 @@ def _prepare_store(instr: Instruction, modifiers: Modifiers, rank: int, operatio
         raise modifiers.refuse("[tensorMap, {...}], [src] expected")
 
     def handler(machine: Machine, cta: CTA, warp: MachineWarp, mask: int) -> Outcome:
+        offsets = warp.locate(source)
+        stores = []
         for lane in lanes_of(mask):
-            box, coordinates = tensor.read(machine, warp, lane)
-            offset = shared_offset(int(warp.locate(source)[lane]))
+            store = (*tensor.read(machine, warp, lane), shared_offset(int(offsets[lane])))
+            if operation is None and store in stores:
+                continue  # a warp that does not elect a lane stores the same box many times: once is the same
+            stores.append(store)
+        for box, coordinates, offset in stores:
             _check_shared(cta, offset, box, instr)
             _submit_store(machine, cta, warp, instr, box, coordinates, offset, operation)
         return CONTINUE
