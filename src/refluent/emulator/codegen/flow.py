@@ -88,7 +88,7 @@ def _split(kernel: Kernel, is_event: Callable[[Instruction], bool]) -> list[Bloc
             if ins.opcode == "brx":
                 # Lanes that go elsewhere run it again, so it stands alone.
                 starts.add(ins.index)
-        elif ins.opcode in EXITS:
+        elif ins.opcode in EXITS or ins.opcode == "trap":
             starts.add(ins.index + 1)
         elif is_event(ins):
             events.add(ins.index)
