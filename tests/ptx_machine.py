@@ -47,7 +47,9 @@ ret;
 """
 
 
-def machine(*, arch: str = "sm_90a", checks: Any = "all", schedule: str = "fair", seed: int = 0, **options: Any) -> Machine:
+def machine(
+    *, arch: str = "sm_90a", checks: Any = "all", schedule: str = "fair", seed: int = 0, **options: Any
+) -> Machine:
     return Machine(arch, checks=checks, schedule=schedule, seed=seed, **options)
 
 

@@ -104,8 +104,6 @@ class CTA:
             barrier.warp_left(warp)
         if self.cluster.barrier is not None:
             self.cluster.barrier.check_complete()
-        self.pool += warp.registers * LANES
-        self.machine.wake(self.registers)
         if all(other.finished for other in self.warps):
             self.finished = True
             check_exit(self.machine, self, warp)

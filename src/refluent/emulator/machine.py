@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from refluent.emulator import grid, isa, runtime, state
@@ -66,7 +67,7 @@ class Machine:
         self.spins = 0  # polls since the last progress
         self.timeouts_at = -1  # progress at the last round of time-outs
         self.idle_rounds = 0
-        self.now = 0  # latest logical time, for the timeline
+        self.now = 0  # logical time of whoever acts, for the timeline
 
     # Launching
 
@@ -168,7 +169,9 @@ class Machine:
             if resume is not None:
                 return resume()
             launch = warp.cta.launch
-            code: int = launch.program.run(warp.address)
+            code: int = (
+                launch.program.run(warp.address) if self.trace is None else self._traced(launch, warp, self.trace)
+            )
             if code == state.EVENT:
                 return self._event(launch, warp)
         except MemoryFault as fault:
@@ -183,6 +186,14 @@ class Machine:
         warp.finished = True
         warp.cta.warp_left(warp)
         return CONTINUE
+
+    def _traced(self, launch: Launch, warp: MachineWarp, trace: Trace) -> int:
+        counters, lengths = launch.counters[warp.index], launch.program.block_lengths
+        before = int(counters @ lengths)
+        code = launch.program.run(warp.address)
+        trace.ran(warp, int(counters @ lengths) - before)
+        self.now = warp.time
+        return code
 
     def _event(self, launch: Launch, warp: MachineWarp) -> Outcome:
         instr = warp.instr
@@ -211,11 +222,8 @@ class Machine:
         warp.blocked = None
         if then is None:
             handler = warp.cta.launch.handlers[warp.instr]
-
-            def again() -> Outcome:
-                return handler(self, warp.cta, warp, warp.event_mask)
-
-            then = again
+            assert handler is not None
+            then = partial(handler, self, warp.cta, warp, warp.event_mask)
         warp.resume = then
         self.schedule.add(warp)
 
@@ -276,7 +284,7 @@ class Machine:
         launch.pending_ops -= 1
         launch.counts.performed(op)
         if self.trace is not None:
-            self.now = max(self.now, self.trace.performed(op))
+            self.now = self.trace.performed(op)
         if self.check.enabled:
             self.check.drain(op.cta)
         self.wake(op)

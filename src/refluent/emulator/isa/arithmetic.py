@@ -65,6 +65,8 @@ def combine_named(op: str, kind: str, flushing: bool = False) -> Combine:
         return _halves(op, kind)
     if kind[0] == "b" or (kind[0] == "f" and op not in ("add", "min", "max")) or (op in _STEPS and kind != "u32"):
         raise ValueError(f".{op} of .{kind}")
+    if (op, kind) == ("add", "s64"):
+        raise ValueError(".add of .s64")
     dtype = np.dtype(f"{_NUMPY[kind[0]]}{_BYTES[kind]}")
     function = _NUMERIC[op]
 
