@@ -20,7 +20,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
 CONFIG = Config(layers=2, width=32, heads=4, heads_kv=2, window=8)
-SETTINGS = Settings(steps=4, batch=2, length=33, warmup=2, evaluate_every=3)
+SETTINGS = Settings(steps=4, batch=2, length=33, warmup=2, evaluate_every=3, seed=3)
 CPU = torch.device("cpu")
 
 
@@ -130,6 +130,22 @@ class TestGradients:
         assert all(len(layer.failures) == 1 and layer.failures[0].startswith("slope") for layer in layers)
 
 
+@pytest.mark.parametrize(
+    ("max_error", "frobenius", "eager", "passes"),
+    [
+        (1.0, 1.0, 0.5, True),
+        (2.1, 1.0, 0.5, False),
+        (1.0, 3.1, 0.5, False),
+        (1.0, 3.1, 3.05, True),
+        (2.1, 3.1, 3.05, False),
+        (math.nan, 1.0, 0.5, False),
+        (1.0, math.nan, 0.5, False),
+    ],
+)
+def test_the_rule(max_error: float, frobenius: float, eager: float, passes: bool) -> None:
+    assert gradients.agrees(Errors("dq", max_error, 2.0, frobenius, 3.0, eager)) == passes
+
+
 def layer(*failures: str) -> gradients.LayerErrors:
     errors = [Errors(name, 1e-7, 4e-7, 1e-6, 1e-5, 2e-7) for name in ("dq", "dk", "dv", "slope")]
     return gradients.LayerErrors(0, (7, 0), errors, list(failures))
@@ -153,17 +169,18 @@ class TestChecks:
         assert not run.checks(1.5, 2.6, 2.45, [])[2]["passed"]
 
 
-class TestReport:
-    @pytest.fixture(scope="class")
-    def done(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-        """A whole demo in small; four steps are too few to pass."""
-        out = tmp_path_factory.mktemp("demo") / "deep" / "report"
-        with pytest.MonkeyPatch.context() as patch:
-            whole = text.load()
-            patch.setattr(text, "load", lambda: text.Text(whole.train, whole.held_out[:400]))
-            code = run.run(run.Request(out, CPU, SETTINGS, CONFIG, quiet=True))
-        return out, code
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A whole demo in small; four steps are too few to pass."""
+    out = tmp_path_factory.mktemp("demo") / "deep" / "report"
+    with pytest.MonkeyPatch.context() as patch:
+        whole = text.load()
+        patch.setattr(text, "load", lambda: text.Text(whole.train, whole.held_out[:400]))
+        code = run.run(run.Request(out, CPU, SETTINGS, CONFIG, quiet=True))
+    return out, code
 
+
+class TestReport:
     def test_a_missed_bar_exits_1_and_still_reports(self, done: tuple[Path, int]) -> None:
         out, code = done
         assert code == 1
