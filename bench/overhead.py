@@ -38,7 +38,8 @@ def null_backend() -> types.ModuleType:
         return (*outputs(inputs.q, inputs.v), None)
 
     def backward(problem: Problem, inputs: Inputs, o: Any, lse: Any, do: Any, dlse: Any, needs: Needs) -> Gradients:
-        return Gradients(torch.empty_like(inputs.q), torch.empty_like(inputs.k), torch.empty_like(inputs.v))
+        captured = tuple(torch.empty_like(tensor) for tensor in inputs.score_captured)
+        return Gradients(*(torch.empty_like(tensor) for tensor in (inputs.q, inputs.k, inputs.v)), None, captured)
 
     module = types.ModuleType("refluent_null_backend")
     module.__dict__.update(supports=lambda problem: None, forward=forward, backward=backward)
