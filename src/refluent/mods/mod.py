@@ -147,7 +147,8 @@ class Mod:
             program = compile_forward(self._graph(self.graphs, dtype), self.captured_names, self.label, box=box)
             self._programs[dtype, box] = program
         tile = Tile(origin, (b.shape[0], h.shape[1], i.shape[2], j.shape[3]) if origin else _NO_SIZES, clamp)
-        result: Tensor = program(score, b, h, i, j, captured, tile)
+        with torch.no_grad():
+            result: Tensor = program(score, b, h, i, j, captured, tile)
         return result
 
     def backward(
@@ -182,7 +183,8 @@ class Mod:
             program = compile_backward(graph, readers, self.captured_names, self.label, needs=needs, box=box)
             self._programs[g.dtype, needs, box] = program
         tile = Tile(origin, (b.shape[0], h.shape[1], i.shape[2], j.shape[3]) if origin else _NO_SIZES, clamp)
-        dscore: Tensor = program(score, b, h, i, j, captured, g, out, tile)
+        with torch.no_grad():
+            dscore: Tensor = program(score, b, h, i, j, captured, g, out, tile)
         return dscore
 
     def _graph(self, graphs: dict[torch.dtype, fx.Graph], dtype: torch.dtype) -> fx.Graph:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from refluent.mods.distance import Distances, diagonals, distances, spread
+from refluent.mods.distance import Distances, diagonals, distances, spread, spread_whole
 from refluent.mods.graph import (
     POSITIONS,
     aten,
@@ -40,7 +40,7 @@ class _Writer:
         self.captured_names = names
         self.label = label
         self.space: dict[str, Any] = {"torch": torch, "contract": contract, "spread": spread, "diagonals": diagonals}
-        self.space["distances"] = distances
+        self.space |= {"distances": distances, "spread_whole": spread_whole}
         self.lines: list[str] = ["d = distances(tile, b.device)"] if self.along else []
         self.names: dict[fx.Node, str] = {n: n.name for n in graph.nodes if n.op == "placeholder"}
         self.left: dict[fx.Node, int] = {}  # uses of a value that are still to come
@@ -120,13 +120,16 @@ class _Writer:
             return
         args, target = list(node.args), node.target
         if target in (aten.add.Tensor, aten.mul.Tensor) and not node.kwargs and not self.reusable(args[0], node):
-            if self.reusable(args[1], node):
+            if self.reusable(args[1], node) or (self.spreadable(args[1], node) and not self.spreadable(args[0], node)):
                 args.reverse()
         name, call = f"v{len(self.names)}", _callable(target)
         packet = getattr(aten, target._schema.name.partition("::")[2] + "_", None)  # type: ignore[union-attr]
         in_place = getattr(packet, target._overloadname, None)  # type: ignore[union-attr]
         if in_place is not None and self.reusable(args[0], node):
             call, name = in_place, self.names[args[0]]  # type: ignore[index]
+        elif in_place is not None and self.spreadable(args[0], node):
+            call, self.spreads[args[0]] = in_place, name  # type: ignore[index]
+            self.lines.append(f"{name} = spread_whole({self.names[args[0]]}, tile)")  # type: ignore[index]
         text = self.text if _takes_numbers(node) else self.tensor
         arguments = [text(a, node) for a in args] + [f"{k}={text(v, node)}" for k, v in node.kwargs.items()]
         self.lines.append(f"{name} = {self.bind(call, 'op')}({', '.join(arguments)})")
@@ -148,6 +151,13 @@ class _Writer:
         self.release(product, name)
         self.release(node, name)
 
+    def spreadable(self, arg: Any, node: fx.Node) -> bool:
+        """Whether ``node`` may overwrite the spread copy of a value along the distance: its only one, over all axes."""
+        if not isinstance(arg, fx.Node) or arg not in self.along or node in self.along or arg in self.spreads:
+            return False
+        whole = self.extent(node) == frozenset(POSITIONS)
+        return whole and self.left[arg] == 1 and dtype_of(arg) == dtype_of(node)
+
     def reusable(self, arg: Any, node: fx.Node) -> bool:
         """Whether ``node`` may overwrite its argument: a temporary of the same shape and type that dies here."""
         if not isinstance(arg, fx.Node) or arg not in self.owned or self.left[arg] != 1 or not self.depends[node]:
@@ -167,7 +177,7 @@ class _Writer:
             self.left[used] -= _count(node, used)
             if self.left[used] == 0 and used.op == "call_function" and self.names.get(used, keep) != keep:
                 dead.append(self.names[used])
-                if used in self.spreads:
+                if self.spreads.get(used, keep) != keep:
                     dead.append(self.spreads[used])
         if dead:
             self.lines.append(f"del {', '.join(dead)}")
