@@ -64,6 +64,10 @@ class Schedule:
             return _FAIR_QUANTUM
         return self.rng.randint(1, 8) if self.name == "random" else 1 << 30
 
+    def gives_up(self) -> bool:
+        """Whether a wait that may come back without success (mbarrier.try_wait) does so instead of sleeping."""
+        return self.name == "late" or (self.name == "random" and self.rng.random() < 0.5)
+
     def due(self, ready: list[AsyncOp], idle: bool) -> list[AsyncOp]:
         """Take the operations that perform now out of `ready`. `idle`: no warp ran."""
         self.performed = False

@@ -378,6 +378,11 @@ def _prepare_wait(instr: Instruction, kernel: Kernel) -> Handler:
             warp.set_predicate(target, 0, mask)
             return YIELD
 
+        tried = (warp.instr, missing, missing.phase)
+        if warp.polled != tried and machine.schedule.gives_up():
+            warp.polled = tried
+            warp.set_predicate(target, 0, mask)
+            return CONTINUE
         return blocked(missing, missing.explain, None, give_up)
 
     return handler
