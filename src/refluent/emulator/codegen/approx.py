@@ -189,16 +189,34 @@ def perturb(e: Emitter, name: str, source: str, result: str) -> str:
         where = e.op(f"and <32 x i1> {where}, {e.op(f'and <32 x i1> {inside}, {below}')}")
     else:
         fraction = e.op(f"sitofp {i} {draw} to {F32}")
-        unit = e.op(f"fmul {F32} {fraction}, splat (float 0x{m_bits(ABSOLUTE[name] / 2**31 * 0.99):016X})")
-        moved = e.op(f"fadd {F32} {result}, {narrow(e, widen(e, unit), 'rn')}")
+        unit = e.op(f"fmul {F64} {widen(e, fraction)}, {number(ABSOLUTE[name] / 2**31 * 0.99)}")
+        moved = e.op(f"fadd {F32} {result}, {narrow(e, unit, 'rn')}")
     return e.select(where, moved, result, "float")
+
+
+def perturb_half(e: Emitter, source: str, val: Val, kind: str) -> Val:
+    """Move a finite, normal 16-bit result by at most one unit; 1 and above stay (tanh ends there)."""
+    i = "<32 x i16>"
+    draw = random_lanes(e, source)
+    step = e.op(f"sub <32 x i32> {e.op(f'urem <32 x i32> {draw}, splat (i32 3)')}, splat (i32 1)")
+    bits = e.bits(val)
+    size = e.op(f"and {i} {bits}, splat (i16 32767)")
+    least, most = (0x0400, 0x3C00) if kind == "f16" else (0x0080, 0x3F80)
+    from_least = e.op(f"sub {i} {size}, splat (i16 {least + 1})")
+    inside = e.op(f"icmp ult {i} {from_least}, splat (i16 {most - least - 1})")
+    moved = e.op(f"add {i} {bits}, {e.op(f'trunc <32 x i32> {step} to {i}')}")
+    return e.from_bits(e.select(inside, moved, bits, "i16"), 16)
+
+
+def exactly(e: Emitter, name: str, source: str) -> str:
+    label = function(e, f"{name}_f32", BODIES[name])
+    return e.op(f"call {F32} @{label}({F32} {source})")
 
 
 def approximate(e: Emitter, name: str, val: Val) -> Val:
     """The f32 function, perturbed when asked for."""
     source = e.fp(val)
-    label = function(e, f"{name}_f32", BODIES[name])
-    result = e.op(f"call {F32} @{label}({F32} {source})")
+    result = exactly(e, name, source)
     if e.options.approx == "perturbed":
         result = perturb(e, name, rounding.raw(e, source, 32), result)
     return e.from_float(result, 32)
@@ -326,7 +344,10 @@ def half_functions(e: Emitter, ins: Instruction, mods: Mods) -> None:
         wide = to_f32(e, val, base)
         if ftz and base == "bf16":
             wide = flush(e, wide)
-        result = from_f32(e, approximate(e, ins.opcode, wide), base)
+        source = e.fp(wide)
+        result = from_f32(e, e.from_float(exactly(e, ins.opcode, source), 32), base)
+        if e.options.approx == "perturbed":
+            result = perturb_half(e, rounding.raw(e, source, 32), result, base)
         results.append(flush_half(e, result) if ftz and base == "f16" else result)
     join(e, ins.operands[0], results)
 

@@ -175,13 +175,9 @@ def _indexed(e: Emitter, block: Block, last: Instruction) -> None:
 
 
 def head(e: Emitter, block: Block) -> None:
-    """The start of a block's function: meet other paths, count, watch the budget, load what all need."""
+    """The start of a block's function: meet other paths, watch the budget, count, load what all need."""
     if block.is_reconvergence:
         _meeting(e, block.index)
-    counters = e.load_field("counters", "ptr")
-    at = e.op(f"getelementptr i64, ptr {counters}, i64 {block.index}")
-    seen = e.op(f"load i64, ptr {at}, align 8")
-    e.line(f"store i64 {e.op(f'add i64 {seen}, 1')}, ptr {at}, align 8")
     if block.is_loop_head:
         left = e.op(f"sub i64 {e.load_field('budget', 'i64')}, 1")
         e.store_field("budget", left, "i64")
@@ -190,6 +186,10 @@ def head(e: Emitter, block: Block) -> None:
         e.store_field("pc", str(block.index))
         leave(e, BUDGET)
         e.label("enough")
+    counters = e.load_field("counters", "ptr")
+    at = e.op(f"getelementptr i64, ptr {counters}, i64 {block.index}")
+    seen = e.op(f"load i64, ptr {at}, align 8")
+    e.line(f"store i64 {e.op(f'add i64 {seen}, 1')}, ptr {at}, align 8")
     e.line(f"%regs = load ptr, ptr {e.field('regs')}, align 8")
     e.line(f"%mask = load i32, ptr {e.field('mask')}, align 4")
     e.line("%lanes = bitcast i32 %mask to <32 x i1>")

@@ -17,7 +17,7 @@ TYPES = frozenset(
 
 Emit = Callable[[Emitter, Instruction, "Mods"], None]
 EMITTERS: dict[tuple[str, str], Emit] = {}
-WRITES: dict[str, int] = {}
+WRITES: dict[str, int] = {"bra": 0, "brx": 0, "ret": 0, "exit": 0, "trap": 0}
 
 # Events by opcode: how many leading operands they define (an address is never one). Operands of wgmma are left as
 # read: its accumulators are both, and are written after the instruction has been passed.
