@@ -227,6 +227,29 @@ class TestArguments:
             assert rf.attention(*x).is_inference()
         assert not rf.attention(*[t.detach() for t in x]).requires_grad
 
+    def test_gradient_of_lse_alone(self) -> None:
+        x, y = tensors(), tensors()
+        for a, b in zip(x, y):
+            b.data.copy_(a)
+        rf.attention(*x, causal=True, return_lse=True)[1].sin().sum().backward()
+        o, lse = rf.attention(*y, causal=True, return_lse=True)
+        (o * 0 + lse.sin().sum()).mean().backward()
+        for a, b in zip(x, y):
+            close(a.grad, b.grad)
+        assert x[2].grad.count_nonzero() == 0
+
+    def test_module_that_changes_its_type(self) -> None:
+        """A traced mod keeps its captured parameter through module.to()."""
+        module = torch.nn.Linear(1, H, bias=False)
+        slope = module.weight
+        score = rf.score_mod(lambda s, b, h, i, j: s + slope[h, 0] * (j - i))
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            module.to(dtype)
+            x = tensors(dtype=dtype)
+            module.zero_grad()
+            rf.attention(*x, score_mod=score).sum().backward()
+            assert slope.grad.dtype == dtype
+
     @pytest.mark.parametrize("empty", ["batch", "sq", "sk"])
     def test_empty(self, empty: str) -> None:
         x = tensors(**{"batch": 2, "sq": 3, "sk": 4} | {empty: 0})

@@ -162,3 +162,14 @@ def test_compiled() -> None:
         *x
     )
     torch.testing.assert_close(list(got), expected[:2], rtol=0, atol=0)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_second_device(autocast: bool) -> None:
+    x = [t.detach().to("cuda:1").requires_grad_() for t in features("cpu")["causal"][0]]
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+        o = rf.attention(*x, causal=True, dropout_p=0.1)
+    assert o.device == torch.device("cuda:1")
+    o.sum().backward()
+    assert torch.cuda.current_device() == 0

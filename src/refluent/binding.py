@@ -52,17 +52,19 @@ def describe_optional(name: str, tensor: Any) -> Any:
 def _traced(name: str, kind: str, fn: Any, device: torch.device) -> TracedMod | None:
     if fn is None:
         return None
-    if not isinstance(fn, TracedMod):
-        if not callable(fn):
-            refuse(name, type(fn).__name__, f"a function or rf.{name}(function)", TypeError)
-        if torch.compiler.is_compiling():
-            raise UnsupportedError(
-                f"{name}: got a plain function inside a compiled region; make m = rf.{name}(function) outside of it "
-                f"and pass {name}=m"
-            )
+    if isinstance(fn, TracedMod):
+        if fn.mod.kind != kind:
+            refuse(name, f"a {fn.mod.kind}_mod", f"a function or rf.{name}(function)")
+    elif not callable(fn):
+        refuse(name, type(fn).__name__, f"a function or rf.{name}(function)", TypeError)
+    elif torch.compiler.is_compiling():
+        raise UnsupportedError(
+            f"{name}: got a plain function inside a compiled region; make m = rf.{name}(function) outside of it and "
+            f"pass {name}=m"
+        )
+    if not torch.compiler.is_compiling():
+        # A traced one too: its captured tensors may have changed their type since, as module.to(dtype) does.
         fn = mods.score_mod(fn) if kind == "score" else mods.mask_mod(fn)
-    if fn.mod.kind != kind:
-        refuse(name, f"a {fn.mod.kind}_mod", f"a function or rf.{name}(function)")
     check_captured(fn.mod.captured_names, fn.captured, name, device)
     return fn
 
@@ -77,7 +79,7 @@ def _philox(p: float, seed: Any, offset: Any, device: torch.device) -> Tensor | 
     if seed is None:
         if offset is not None:
             refuse("dropout_offset", offset, "None while dropout_seed is None")
-        return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
+        return torch.randint(2**62, (2,), dtype=torch.int64, device=device)
     parts = []
     for name, value in (("dropout_seed", seed), ("dropout_offset", 0 if offset is None else offset)):
         check_seed(name, value, device)

@@ -9,7 +9,7 @@ from a plain autograd.Function: that kernel, written in Python, would cost more 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -141,9 +141,13 @@ def inputs_of(call: Call, problem: Problem) -> Inputs:
 
 def _surroundings(device: torch.device) -> AbstractContextManager[object]:
     """What a backend runs in: no autocast (it would turn sums of fp32 into 16 bits), on the tensors' GPU."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    guard = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if not torch.is_autocast_enabled(device.type):
+        return guard
+    both = ExitStack()
+    both.enter_context(guard)
+    both.enter_context(torch.autocast(device.type, enabled=False))
+    return both
 
 
 def _prepare(call: Call) -> tuple[Problem, Inputs]:
