@@ -39,7 +39,7 @@ def forward(
     if _reads_lengths(problem, host_lengths):
         out = Outputs.empty(problem, inputs.q)
         for segment in host_segments(problem, inputs):
-            call = cpu_flash.plan(problem, segment) if own_kernel else None
+            call = cpu_flash.plan_forward(problem, segment) if own_kernel else None
             if call is not None:
                 cpu_flash.forward_segment(problem, inputs, call, out)
             else:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from refluent.problem import Gradients, Inputs, Needs, Problem
 from refluent.tiled.dropout import keep_mask
-from refluent.tiled.operands import Exponential, minus_inf_to_zero, pack_keys, pack_rows, product_dtype
+from refluent.tiled.operands import Exponential, minus_inf_to_zero, pack_keys, pack_rows
+from refluent.tiled.products import Products, product_dtype
 from refluent.tiled.scores import Scorer, Workspace
 from refluent.tiled.visible import BlockMap, Keep, Tile, Visibility
 from refluent.tiled.walk import Chunk, Segment, TileSize, chunks
@@ -85,9 +86,9 @@ class _Rows:
     """What a tile of rows brings along; r = group * tm rows per unit."""
 
     q: Tensor  # (units, r, d), times scale
-    q_product: Tensor  # (units, r, d) in the product type; times scale only when it is q itself
+    q_columns: Tensor  # (units, d, r) in the product type; times scale unless that type rounds
     do: Tensor  # (units, r, dv), divided by 1 - dropout_p
-    do_product: Tensor  # (units, r, dv) in the product type; divided likewise only when it is do itself
+    do_columns: Tensor  # (units, dv, r) in the product type; divided likewise unless that type rounds
     minus_lse: Tensor  # (units, r, 1), as Exponential takes it; -inf where the row is empty, so that p = 0
     delta: Tensor  # (units, r, 1)
     dq: Tensor  # (units, r, d), accumulator
@@ -114,6 +115,7 @@ class _Backward:
         self.product = product_dtype(problem)
         self.rounds = self.product != self.accum
         self.exp = Exponential(self.accum)
+        self.products = Products(problem, workspace)
         self.workspace = workspace
         self.visibility = Visibility(problem, inputs, chunk, tile, blocks)
         self.scorer = Scorer(problem, inputs, chunk, self.visibility)
@@ -130,9 +132,9 @@ class _Backward:
         self.dv = self._key_accumulators(problem.head_dim_v) if needs.dv else []
 
     def _key_accumulators(self, depth: int) -> list[Tensor]:
-        """One contiguous (units, tn, depth) accumulator per tile of keys."""
+        """One contiguous (units, depth, tn) accumulator per step of keys."""
         len_k, step = self.chunk.segment.len_k, self.tile.n
-        shapes = [(self.chunk.units, min(step, len_k - j0), depth) for j0 in range(0, len_k, step)]
+        shapes = [(self.chunk.units, depth, min(step, len_k - j0)) for j0 in range(0, len_k, step)]
         return [torch.zeros(shape, dtype=self.accum, device=self.problem.device) for shape in shapes]
 
     def run(self) -> None:
@@ -149,8 +151,8 @@ class _Backward:
             j0 = number * self.tile.n
             if factor != 1.0:
                 grad.mul_(factor)
-            rows = grad.view(self.chunk.num_b, self.chunk.num_kv, *grad.shape[1:])
-            self.chunk.key_side(target, j0, j0 + grad.shape[1]).copy_(rows)
+            by_head = grad.view(self.chunk.num_b, self.chunk.num_kv, *grad.shape[1:])
+            self.chunk.key_side(target, j0, j0 + grad.shape[2]).copy_(by_head.transpose(2, 3))
 
     def _run_rows(self, i0: int, i1: int) -> None:
         rows = self._load_rows(i0, i1)
@@ -162,9 +164,7 @@ class _Backward:
 
     def _load_rows(self, i0: int, i1: int) -> _Rows:
         chunk, up = self.chunk, self.upstream
-        q_view = chunk.query_side(self.inputs.q, i0, i1)
-        q = pack_rows(q_view, chunk, self.accum)
-        q_product = pack_rows(q_view, chunk, self.product) if self.rounds else q
+        q = pack_rows(chunk.query_side(self.inputs.q, i0, i1), chunk, self.accum)
         do = pack_rows(chunk.query_side(up.do, i0, i1), chunk, self.accum)
         o = pack_rows(chunk.query_side(up.o, i0, i1), chunk, self.accum)
         lse = pack_rows(chunk.row_side(up.lse, i0, i1).unsqueeze(-1), chunk, self.accum)
@@ -179,7 +179,7 @@ class _Backward:
         self._add_sink_gradient(lse, delta, alive)
         finite_lse = minus_inf_to_zero(lse)
         minus_lse = self.exp.minus(finite_lse)
-        do_product = do.to(self.product) if self.rounds else do
+        do_as_given = do.to(self.product) if self.rounds else do
         # p times a number per row is do and delta times that number.
         do.mul_(self.keep_factor)
         residual = None if self.rounds else self.exp.residual(finite_lse, minus_lse)
@@ -188,7 +188,16 @@ class _Backward:
             do.mul_(correction)
             delta.mul_(correction)
         minus_lse.masked_fill_(lse == -math.inf, -math.inf)
-        return _Rows(q.mul_(self.problem.scale), q_product, do, do_product, minus_lse, delta, torch.zeros_like(q))
+        q_as_given = q.to(self.product) if self.rounds else q
+        return _Rows(
+            q=q.mul_(self.problem.scale),
+            q_columns=q_as_given.transpose(1, 2).contiguous(),
+            do=do,
+            do_columns=do_as_given.transpose(1, 2).contiguous(),
+            minus_lse=minus_lse,
+            delta=delta,
+            dq=torch.zeros_like(q),
+        )
 
     def _seen(self, lse: Tensor, o: Tensor) -> Tensor:
         """Rows that see something, (units, r, 1) bool."""
@@ -210,8 +219,8 @@ class _Backward:
     def _tile(self, rows: _Rows, tile: Tile) -> None:
         """Everything that one tile adds to dq, dk, dv and to captured tensors."""
         keys, number = slice(tile.j0, tile.j1), tile.j0 // self.tile.n
-        raw = self._buffer("s", (*rows.q.shape[:-1], tile.j1 - tile.j0), self.accum)
-        torch.bmm(rows.q, self.k[:, keys].transpose(1, 2), out=raw)
+        inside = slice(tile.j0 - number * self.tile.n, tile.j1 - number * self.tile.n)
+        raw = self.products.fresh("s", rows.q, self.k[:, keys].transpose(1, 2))
         s = self.scorer.apply(raw, tile)
         target = self._buffer("p", raw.shape, self.accum) if self.needs_scores_after else raw
         p = self.exp.of(s, rows.minus_lse, out=target)
@@ -223,7 +232,7 @@ class _Backward:
             if kept is not None:
                 weights = self._buffer("zp", p.shape, self.accum).copy_(p)
                 kept.zero_(self.scorer.by_head(weights))
-            self._add_product(self.dv[number], self._as_product(weights).transpose(1, 2), rows.do_product)
+            self.products.add(self.dv[number][:, :, inside], rows.do_columns, self._as_product(weights))
         if not (self.needs.dq or self.needs.dk or any(self.needs.dcaptured)):
             return
         ds = self._score_gradient(rows, p, tile, kept)
@@ -232,9 +241,9 @@ class _Backward:
             return
         ds = self._as_product(ds)
         if self.needs.dq:
-            self._add_product(rows.dq, ds, self.k_product[:, keys])
+            self.products.add(rows.dq, ds, self.k_product[:, keys])
         if self.needs.dk:
-            self._add_product(self.dk[number], ds.transpose(1, 2), rows.q_product)
+            self.products.add(self.dk[number][:, :, inside], rows.q_columns, ds)
 
     def _kept(self, tile: Tile) -> Keep | None:
         """The weights that dropout keeps."""
@@ -246,8 +255,7 @@ class _Backward:
 
     def _score_gradient(self, rows: _Rows, p: Tensor, tile: Tile, kept: Keep | None) -> Tensor:
         """ds = p (dp - delta), exactly 0 where masked."""
-        ds = self._buffer("ds", p.shape, self.accum)
-        torch.bmm(rows.do, self.v[:, tile.j0 : tile.j1].transpose(1, 2), out=ds)
+        ds = self.products.fresh("ds", rows.do, self.v[:, tile.j0 : tile.j1].transpose(1, 2))
         if kept is not None:
             kept.zero_(self.scorer.by_head(ds))
         ds.sub_(rows.delta).mul_(p)
@@ -257,12 +265,6 @@ class _Backward:
 
     def _as_product(self, x: Tensor) -> Tensor:
         return self._buffer("product", x.shape, self.product).copy_(x) if self.rounds else x
-
-    def _add_product(self, acc: Tensor, a: Tensor, b: Tensor) -> None:
-        if self.rounds:
-            acc.add_(torch.bmm(a, b))
-        else:
-            acc.baddbmm_(a, b)
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.workspace.get(name, shape, dtype)

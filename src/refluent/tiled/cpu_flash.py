@@ -2,7 +2,10 @@
 
 It knows one scale, no mask or the square causal one (aligned top-left), and one head dimension. Its backward takes no
 gradient of lse and, for 16-bit inputs, adds up dk and dv in 16 bits, with errors that grow with the sequence (4 times
-eager's at 4096 positions), so the backward is used in float32 and float64 alone. It divides by zero without keys.
+eager's at 4096 positions), so 16-bit inputs go through its float32 backward. It divides by zero without keys.
+
+One call costs 0.1 ms where a walk over tiles costs 0.5, but its float32 products run at MKL's rate, which on AMD is
+half of what the tiles get (see products.py): it serves short sequences, and float64.
 """
 
 from __future__ import annotations
@@ -21,6 +24,13 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+_SHORT = 1 << 24
+"""Multiplications of one product up to which the kernel's forward and float32 backward win: of one head, 512 x 512 x
+64, or of all heads where bf16 products are fast."""
+_SHORT_16_BIT = 1 << 22
+"""The same for the backward of 16-bit inputs, by float32 copies."""
+
+
 @dataclass(frozen=True)
 class Call:
     """How the kernel does a segment: the rows from ``first_row`` on (those before see nothing), causal or not."""
@@ -30,8 +40,28 @@ class Call:
     causal: bool
 
 
-def plan(problem: Problem, segment: Segment) -> Call | None:
-    """The kernel's way to a segment's forward, None where it has none."""
+def plan_forward(problem: Problem, segment: Segment) -> Call | None:
+    """The kernel's way to a segment's forward, None where it has none or a slower one."""
+    work = _work(problem, segment)
+    if problem.dtype == torch.bfloat16:
+        work *= problem.heads_q * (segment.batch.stop - segment.batch.start)
+    return _exact(problem, segment) if problem.dtype == torch.float64 or work < _SHORT else None
+
+
+def plan_backward(problem: Problem, segment: Segment, dlse: Tensor | None) -> Call | None:
+    """The kernel's way to a segment's backward, None where it has none or a slower one."""
+    limit = _SHORT if problem.dtype == torch.float32 else _SHORT_16_BIT
+    if dlse is not None or (problem.dtype != torch.float64 and _work(problem, segment) >= limit):
+        return None
+    return _exact(problem, segment)
+
+
+def _work(problem: Problem, segment: Segment) -> int:
+    """Multiplications in one matrix product of one head."""
+    return segment.len_q * segment.len_k * problem.head_dim
+
+
+def _exact(problem: Problem, segment: Segment) -> Call | None:
     options = problem.options
     modified = options.softcap or options.score_mod or options.mask_mod or options.block_mask or options.dropout_p
     if modified or problem.has_sink or options.return_max_score or problem.head_dim != problem.head_dim_v:
@@ -51,13 +81,6 @@ def plan(problem: Problem, segment: Segment) -> Call | None:
     return None
 
 
-def plan_backward(problem: Problem, segment: Segment, dlse: Tensor | None) -> Call | None:
-    """The kernel's way to a segment's backward, None where it has none or a poor one."""
-    if dlse is not None or problem.dtype not in (torch.float32, torch.float64):
-        return None
-    return plan(problem, segment)
-
-
 def forward_segment(problem: Problem, inputs: Inputs, call: Call, out: Outputs) -> None:
     """Fill ``out`` for the rows of one segment."""
     whole, i0, i1 = _whole(problem, call), call.first_row, call.segment.len_q
@@ -70,8 +93,8 @@ def forward_segment(problem: Problem, inputs: Inputs, call: Call, out: Outputs) 
 def backward_segment(problem: Problem, inputs: Inputs, call: Call, upstream: Upstream, out: Gradients) -> None:
     """Fill the gradients that ``out`` has room for, for one segment."""
     whole, i0, i1 = _whole(problem, call), call.first_row, call.segment.len_q
-    q, k, v = _operands(problem, inputs, call)
     do, o = (whole.query_side(x, i0, i1) for x in (upstream.do, upstream.o))
+    do, o, q, k, v = (x.to(problem.accum_dtype) for x in (do, o, *_operands(problem, inputs, call)))
     lse = whole.row_side(upstream.lse, i0, i1)
     if do.stride(-1) != 1:
         do = do.contiguous()

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from refluent.problem import Inputs, Problem
 from refluent.tiled.dropout import keep_mask
-from refluent.tiled.operands import Exponential, minus_inf_to_zero, pack_keys, pack_rows, product_dtype
+from refluent.tiled.operands import Exponential, minus_inf_to_zero, pack_keys, pack_rows
+from refluent.tiled.products import Products, product_dtype
 from refluent.tiled.scores import Scorer, Workspace
 from refluent.tiled.visible import BlockMap, Keep, Tile, Visibility
 from refluent.tiled.walk import Chunk, Segment, TileSize, chunks
@@ -68,6 +69,7 @@ class _Forward:
         self.accum = problem.accum_dtype
         self.product = product_dtype(problem)
         self.exp = Exponential(self.accum)
+        self.products = Products(problem, workspace)
         self.workspace = workspace
         self.visibility = Visibility(problem, inputs, chunk, tile, blocks)
         self.scorer = Scorer(problem, inputs, chunk, self.visibility)
@@ -101,14 +103,12 @@ class _Forward:
 
     def _scores(self, q: Tensor, tile: Tile) -> Tensor:
         """Scores of a tile (units, group * tm, tn) after softcap and score_mod, -inf where masked."""
-        keys = self.k[:, tile.j0 : tile.j1]
-        raw = self._buffer("s", (*q.shape[:-1], keys.shape[1]), self.accum)
-        torch.bmm(q, keys.transpose(1, 2), out=raw)
+        raw = self.products.fresh("s", q, self.k[:, tile.j0 : tile.j1].transpose(1, 2))
         s = self.scorer.apply(raw, tile)
         if tile.keep is not None:
-            masked = raw if s is raw else self._buffer("s", raw.shape, self.accum)
-            tile.keep.scores(self.scorer.by_head(s), out=self.scorer.by_head(masked))
-            return masked
+            # raw is no longer needed: its memory takes the masked scores, those of score_mod may be the user's.
+            tile.keep.scores(self.scorer.by_head(s), out=self.scorer.by_head(raw))
+            return raw
         return s
 
     def _drop(self, p: Tensor, tile: Tile, philox: Tensor) -> None:
@@ -118,11 +118,9 @@ class _Forward:
         Keep(kept, self.accum).zero_(self.scorer.by_head(p))
 
     def _accumulate(self, acc: Tensor, p: Tensor, tile: Tile) -> None:
-        v = self.v[:, tile.j0 : tile.j1]
-        if self.product == self.accum:
-            acc.baddbmm_(p, v)
-        else:
-            acc.add_(torch.bmm(self._buffer("p", p.shape, self.product).copy_(p), v))
+        if self.product != self.accum:
+            p = self._buffer("p", p.shape, self.product).copy_(p)
+        self.products.add(acc, p, self.v[:, tile.j0 : tile.j1])
 
     def _store(self, i0: int, i1: int, acc: Tensor, row_max: Tensor, row_sum: Tensor) -> None:
         chunk, out = self.chunk, self.out

@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
 from torch import Tensor
 
-from refluent.problem import Problem
 from refluent.tiled.walk import Chunk
 
 LN2 = math.log(2.0)
-
-
-@functools.cache
-def _fast_bfloat16_cpu() -> bool:
-    """Whether this CPU multiplies bf16 matrices in hardware (oneDNN; several times its float32 rate)."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
-def product_dtype(problem: Problem) -> torch.dtype:
-    """The type in which probabilities and their gradients enter matrix products.
-
-    Where bf16 products are fast they are rounded to bf16, as every flash attention kernel does; scores and dp always
-    come out of products in the accumulate type, since a bf16 product would return them rounded.
-    """
-    if problem.dtype == torch.bfloat16 and problem.device.type == "cpu" and _fast_bfloat16_cpu():
-        return torch.bfloat16
-    return problem.accum_dtype
 
 
 def pack_rows(x: Tensor, chunk: Chunk, dtype: torch.dtype) -> Tensor:

@@ -159,12 +159,11 @@ class Visibility:
         )
 
     def tiles(self, i0: int, i1: int) -> Iterator[Tile]:
-        """Tiles of rows [i0, i1), from the first visible key on."""
+        """Tiles of rows [i0, i1), each within one step of ``tile.n`` keys and cut to what may be seen."""
         lo, hi = self._key_range(i0, i1)
         step = self._tile.n
-        for j0 in range(lo // step * step, hi, step):
-            j1 = min(j0 + step, self._segment.len_k)
-            tile = self._tile_at(i0, i1, j0, j1)
+        for start in range(lo // step * step, hi, step):
+            tile = self._tile_at(i0, i1, max(lo, start), min(hi, start + step))
             if tile is not None:
                 yield tile
 

@@ -127,14 +127,16 @@ def default_tile(problem: Problem) -> TileSize:
     """Tile sizes by device: near a core's cache on the CPU, large batches elsewhere."""
     if problem.device.type != "cpu":
         return TileSize(m=512, n=512, scores=1 << 24)
-    left, right = problem.options.window
-    if problem.options.causal:
+    options = problem.options
+    left, right = options.window
+    if options.causal:
         right = 0
     narrow = left is not None and right is not None and left + right < 160
-    size = 128 if narrow else 256
+    # Long tiles mean fewer calls; a mask_mod or a block mask skips more with short ones.
+    n = 128 if narrow else 256 if options.mask_mod is not None or options.block_mask is not None else 512
     # The rows of a group's heads are stacked in one product: a large group gets fewer rows per head.
-    m = min(size, max(32, 2048 // problem.group // 16 * 16))
-    return TileSize(m=m, n=size, scores=1 << 19)
+    m = min(128 if narrow else 256, max(32, 2048 // problem.group // 16 * 16))
+    return TileSize(m=m, n=n, scores=1 << 19)
 
 
 def chunks(segment: Segment, problem: Problem, tile: TileSize, by_batch: bool, by_head: bool) -> Iterator[Chunk]:

@@ -1,0 +1,83 @@
+"""Batched matrix products of tiles, by the fastest way that the device has."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from refluent.problem import Problem
+from refluent.tiled.scores import Workspace
+
+_ONEDNN_WORTH = 1 << 22
+"""Multiplications in one matrix product from which oneDNN's call overhead (about 10 us) is worth it."""
+
+
+@functools.cache
+def _fast_bfloat16_cpu() -> bool:
+    """Whether this CPU multiplies bf16 matrices in hardware (oneDNN; several times its float32 rate)."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+@functools.cache
+def _onednn_linear() -> Callable[[Tensor, Tensor], Tensor] | None:
+    """a, w -> a @ w.T of float32 matrices by oneDNN, None where torch was built without it.
+
+    torch.bmm takes float32 products to MKL, which runs at half of oneDNN's rate on AMD's AVX-512 cores.
+    """
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return None
+    linear = torch.ops.mkldnn._linear_pointwise.default
+    return lambda a, w: linear(a, w, None, "none", [], "")
+
+
+def product_dtype(problem: Problem) -> torch.dtype:
+    """The type in which probabilities and their gradients enter matrix products.
+
+    Where bf16 products are fast they are rounded to bf16, as every flash attention kernel does; scores and dp always
+    come out of products in the accumulate type, since a bf16 product would return them rounded.
+    """
+    if problem.dtype == torch.bfloat16 and problem.device.type == "cpu" and _fast_bfloat16_cpu():
+        return torch.bfloat16
+    return problem.accum_dtype
+
+
+class Products:
+    """a @ b for batches of matrices: a (units, m, k), b (units, k, n)."""
+
+    def __init__(self, problem: Problem, workspace: Workspace) -> None:
+        self.accum = problem.accum_dtype
+        self._workspace = workspace
+        on_cpu = problem.device.type == "cpu" and self.accum == torch.float32
+        self._linear = _onednn_linear() if on_cpu else None
+
+    def fresh(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """a @ b in the accumulate type; valid until the same name is used again, free to be written to."""
+        linear = self._pick(a, b)
+        if linear is not None and a.shape[0] == 1:
+            return linear(a[0], b[0].t()).unsqueeze(0)
+        out = self._workspace.get(name, (a.shape[0], a.shape[1], b.shape[2]), self.accum)
+        if linear is None:
+            return torch.bmm(a, b, out=out)
+        for unit in range(a.shape[0]):
+            out[unit].copy_(linear(a[unit], b[unit].t()))
+        return out
+
+    def add(self, acc: Tensor, a: Tensor, b: Tensor) -> None:
+        """acc += a @ b; a and b in the accumulate type or, rounded after each product, in bf16."""
+        linear = self._pick(a, b)
+        if linear is not None:
+            for unit in range(a.shape[0]):
+                acc[unit].add_(linear(a[unit], b[unit].t()))
+        elif a.dtype == acc.dtype and acc.is_contiguous():
+            acc.baddbmm_(a, b)
+        else:
+            acc.add_(torch.bmm(a, b))
+
+    def _pick(self, a: Tensor, b: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
+        worth = a.dtype == torch.float32 and a.shape[1] * a.shape[2] * b.shape[2] >= _ONEDNN_WORTH
+        return self._linear if worth else None
