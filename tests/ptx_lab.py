@@ -19,7 +19,8 @@ OLD = 0xA5A5A5A5A5A5A5A5  # what destinations hold before: lanes that do not exe
 def kernel(body: str, params: str = "", header: str = "") -> ptx.Kernel:
     """A kernel `k` with ten to the second registers of every width around `body`."""
     declared = "".join(f"  .reg .{'pred' if bits == 1 else f'b{bits}'} %{stem}<400>;\n" for bits, stem in STEM.items())
-    text = f".version 9.0\n.target sm_100a\n.address_size 64\n{header}\n.visible .entry k({params})\n{{\n{declared}{body}\n}}\n"
+    start = f".version 9.0\n.target sm_100a\n.address_size 64\n{header}\n.visible .entry k({params})\n"
+    text = f"{start}{{\n{declared}{body}\n}}\n"
     return ptx.parse(text).kernels["k"]
 
 

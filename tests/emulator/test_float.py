@@ -71,7 +71,7 @@ def test_arithmetic_in_all_modes(kind: str) -> None:
             todo.append(check(form, name, lambda a, b, m=mode: ieee.div(form, a, b, m), 2, lab, rng, **flags))
             name = f"rcp.{mode}{ftz}.{kind} {{d}}, {{a}}"
             one = form.bias << form.mantissa
-            todo.append(check(form, name, lambda a, m=mode: ieee.div(form, one, a, m), 1, lab, rng, **flags))
+            todo.append(check(form, name, lambda a, m=mode, one=one: ieee.div(form, one, a, m), 1, lab, rng, **flags))
             name = f"sqrt.{mode}{ftz}.{kind} {{d}}, {{a}}"
             todo.append(check(form, name, lambda a, m=mode: ieee.sqrt(form, a, m), 1, lab, rng, **flags))
     run(lab, todo)

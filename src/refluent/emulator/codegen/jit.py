@@ -137,7 +137,10 @@ def _source_digest() -> bytes:
     """Everything that the generated code depends on in this package."""
     digest = hashlib.sha256()
     folder = Path(codegen.__file__).parent
-    for path in [*sorted(folder.glob("*.py")), folder.parent / "state.py", folder.parent / "ptx.py"]:
+    for path in [
+        *sorted(folder.glob("*.py")),
+        *(folder.parent / name for name in ("state.py", "ptx.py", "ptx_parser.py")),
+    ]:
         digest.update(path.name.encode() + path.read_bytes())
     return digest.digest()
 
