@@ -129,7 +129,7 @@ def attention_backward(
     dq, dk, dv = torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v)
     dsink = None if call.sink is None else torch.zeros_like(call.sink)
     captured = {name: t for name, t in captured_tensors(call.score_mod).items() if t.is_floating_point()}
-    dcaptured = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in captured.items()}
+    dcaptured = {name: _Sum(torch.zeros_like(t, dtype=torch.float64)) for name, t in captured.items()}
     largest = dict.fromkeys(["dq", "dk", "dv", "dsink", *captured], 0.0)
     for b in range(batch_size(call)):
         one = _forward(call, b)
@@ -163,7 +163,7 @@ def attention_backward(
         swap_layout(dk, call.transposed[1]),
         swap_layout(dv, call.transposed[1]),
         dsink,
-        dcaptured,
+        {name: total.value for name, total in dcaptured.items()},
         largest,
     )
 
@@ -305,7 +305,7 @@ def _mods_backward(
     one: _Softmax,
     ds: Tensor,
     bound: Tensor,
-    dcaptured: dict[str, Tensor],
+    dcaptured: dict[str, _Sum],
     largest: dict[str, float],
 ) -> tuple[Tensor, Tensor]:
     """Takes ds back through score_mod and softcap; adds to dcaptured.  Returns ds of the raw score, and its slope.
@@ -316,33 +316,49 @@ def _mods_backward(
     live = one.p > 0
     if call.score_mod is not None and bool(live.any()):
         where = [x[live.flatten()] for x in positions(tuple(ds.shape), ds.device)]
-        captured = captured_tensors(call.score_mod)
-        stand_ins = {id(captured[name]): captured[name].detach().double().requires_grad_() for name in dcaptured}
-        score = one.capped[live].requires_grad_()
-        probes = {key: torch.zeros_like(score).requires_grad_() for key in stand_ins}
-        with torch.enable_grad():
-            out = score_at(call.score_mod, score, b, where, stand_ins, probes)
-        if out.requires_grad:
-            leaves = [score, *stand_ins.values()]
-            dscore, *dstand = torch.autograd.grad(
-                out, leaves, ds[live], retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-            slopes, *reads = torch.autograd.grad(
-                out, [score, *probes.values()], torch.ones_like(out), allow_unused=True, materialize_grads=True
-            )
-        else:
-            dscore = slopes = torch.zeros_like(out)
-            dstand = [torch.zeros_like(t) for t in stand_ins.values()]
-            reads = [torch.zeros_like(out) for _ in stand_ins]
-        ds = torch.zeros_like(ds).masked_scatter_(live, dscore)
-        slope = torch.zeros_like(ds).masked_scatter_(live, slopes)
-        for name, grad, read in zip(dcaptured, dstand, reads, strict=True):
-            dcaptured[name] += grad
-            largest[name] = max(largest[name], peak(bound[live] * read))
+        # In parts, because autograd adds up a captured tensor's gradient term by term.
+        parts = [x.tensor_split(16) for x in (one.capped[live], ds[live], bound[live], *where)]
+        done = [
+            _score_mod_backward(call.score_mod, b, score, part, top, at, dcaptured, largest)
+            for score, part, top, *at in zip(*parts, strict=True)
+        ]
+        ds = torch.zeros_like(ds).masked_scatter_(live, torch.cat([dscore for dscore, _ in done]))
+        slope = torch.zeros_like(ds).masked_scatter_(live, torch.cat([slopes for _, slopes in done]))
     if call.softcap:
         bend = 1.0 - torch.tanh(one.raw / call.softcap) ** 2
         ds, slope = ds * bend, slope * bend
     return ds, slope
+
+
+def _score_mod_backward(
+    score_mod: ScoreMod,
+    b: int,
+    score: Tensor,
+    ds: Tensor,
+    bound: Tensor,
+    where: list[Tensor],
+    dcaptured: dict[str, _Sum],
+    largest: dict[str, float],
+) -> tuple[Tensor, Tensor]:
+    """The vjp of score_mod at a list of positions, all (n,): the score's part of it, and the slope in the score."""
+    captured = captured_tensors(score_mod)
+    stand_ins = {id(captured[name]): captured[name].detach().double().requires_grad_() for name in dcaptured}
+    score = score.requires_grad_()
+    probes = {key: torch.zeros_like(score).requires_grad_() for key in stand_ins}
+    with torch.enable_grad():
+        out = score_at(score_mod, score, b, where, stand_ins, probes)
+    if not out.requires_grad:
+        return torch.zeros_like(ds), torch.zeros_like(ds)
+
+    def vjp(leaves: list[Tensor], cotangent: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, leaves, cotangent, retain_graph=True, allow_unused=True, materialize_grads=True)
+
+    dscore, *grads = vjp([score, *stand_ins.values()], ds)
+    slope, *reads = vjp([score, *probes.values()], torch.ones_like(ds))
+    for name, grad, read in zip(dcaptured, grads, reads, strict=True):
+        dcaptured[name].add(grad)
+        largest[name] = max(largest[name], peak(bound * read))
+    return dscore, slope
 
 
 class _ScalarReads(TorchFunctionMode):
@@ -502,20 +518,46 @@ def positions(grid: tuple[int, ...], device: torch.device) -> list[Tensor]:
     return [x.flatten() for x in torch.meshgrid(*axes, indexing="ij")]
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, 16 terms at a time, the parts added with what rounding loses (Neumaier, 1974).
+class _Sum:
+    """A running sum that carries what rounding loses (Neumaier, "Rundungsfehleranalyse einiger Verfahren", 1974).
 
-    So that float64 inputs can be judged too: the oracle's sums are closer than those of any plain float64 product.
+    So that float64 inputs can be judged too: the oracle's sums are closer than those of plain float64.
     """
-    total = a.new_zeros(*a.shape[:-1], b.shape[-1])
-    lost = torch.zeros_like(total)
-    for start in range(0, a.shape[-1], 16):
-        part = a[..., start : start + 16] @ b[..., start : start + 16, :]
-        new = total + part
-        added = new - total
-        lost += (total - (new - added)) + (part - added)
-        total = new
-    return total + lost
+
+    def __init__(self, zeros: Tensor) -> None:
+        self._total, self._lost = zeros, torch.zeros_like(zeros)
+
+    def add(self, part: Tensor) -> None:
+        new = self._total + part
+        added = new - self._total
+        self._lost += (self._total - (new - added)) + (part - added)
+        self._total = new
+
+    @property
+    def value(self) -> Tensor:
+        return self._total + self._lost
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, each sum exact to the last bit or two (Ozaki et al., "Error-free transformations of matrix
+    multiplication by using fast routines of matrix multiplication", 2012): products of 21-bit slices lose nothing."""
+    left, right = _slices(a, -1), _slices(b, -2)
+    result = _Sum(a.new_zeros(*a.shape[:-1], b.shape[-1]))
+    for depth in (2, 1, 0):  # small terms first
+        for n in range(depth + 1):
+            result.add(left[n] @ right[depth - n])
+    return result.value
+
+
+def _slices(x: Tensor, dim: int) -> list[Tensor]:
+    """x as the sum of three tensors of 21 bits each, aligned along ``dim``; sums of up to 2**11 terms stay exact."""
+    slices: list[Tensor] = []
+    for _ in range(3):
+        top = x.abs().amax(dim, keepdim=True) if x.numel() else x
+        unit = torch.ldexp(torch.ones_like(top), torch.frexp(top).exponent - 21)
+        slices.append(torch.round(x / unit) * unit)
+        x = x - slices[-1]
+    return slices
 
 
 def _sum_group(x: Tensor, heads_kv: int) -> Tensor:
