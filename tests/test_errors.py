@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import refluent as rf
-from refluent import backends
+from refluent import backends, values
 
 B, SQ, SK, H, HKV, D, DV = 2, 5, 7, 4, 2, 16, 8
 CU_Q = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -360,6 +360,9 @@ def tensors_of(value: float) -> dict[str, Tensor]:
 EXAMPLE = tensors()
 
 
+table, pointer, wide = torch.zeros(SK), torch.tensor([0, 1, 2, 3, 4, 5, 99]), torch.zeros(SK + SQ)
+
+
 class TestValidate:
     def test_accepts(self) -> None:
         assert rf.validate(**tensors(), causal=True) is None
@@ -376,3 +379,61 @@ class TestValidate:
     def test_checks_metadata_too(self) -> None:
         with pytest.raises(ValueError, match="softcap"):
             rf.validate(**tensors(), softcap=-1.0)
+
+    @pytest.mark.parametrize(
+        ("mod", "text"),
+        [
+            (lambda s, b, h, i, j: s + table[j], None),
+            (lambda s, b, h, i, j: s + table[i - j], None),
+            (lambda s, b, h, i, j: s + wide[i - j + SK], None),
+            (lambda s, b, h, i, j: s + table[torch.where(j > 3, 3, j)] + table[2], None),
+            (lambda s, b, h, i, j: s + table[pointer[i]], None),
+            (lambda s, b, h, i, j: s + table[j + 1], "index 7 in dimension 0 of captured tensor 'table'"),
+            (lambda s, b, h, i, j: s + table[-j - 2], "index -8 in dimension 0"),
+            (lambda s, b, h, i, j: s + wide[j * 2], "index 12 in dimension 0 of captured tensor 'wide'"),
+            (lambda s, b, h, i, j: s + table[pointer[j]], "index 99 in dimension 0"),
+        ],
+    )
+    def test_reads_of_captured_tensors(self, mod: Any, text: str | None) -> None:
+        if text is None:
+            rf.validate(**tensors(), score_mod=mod)
+            return
+        with pytest.raises(ValueError, match=rf"^score_mod 'lambda': got {text}"):
+            rf.validate(**tensors(), score_mod=mod)
+
+    def test_reads_count_inside_the_lengths_alone(self) -> None:
+        score = rf.score_mod(lambda s, b, h, i, j: s + table[pointer[j]])
+        rf.validate(**tensors(), score_mod=score, seqused_k=cu(6, 0))
+        rf.validate(**packed(), score_mod=score)
+        with pytest.raises(ValueError, match="got index 99"):
+            rf.validate(**tensors(), score_mod=score, seqused_k=cu(6, 7))
+        with pytest.raises(ValueError, match="got index 99"):
+            rf.validate(**packed() | {"cu_seqlens_k": cu(0, 0, 7)}, score_mod=score)
+
+    def test_reads_of_masks(self) -> None:
+        mask = rf.mask_mod(lambda b, h, i, j: pointer[j + i] > 2)
+        with pytest.raises(ValueError, match=r"^mask_mod 'lambda': got index 10 in dimension 0 of captured tensor"):
+            rf.validate(**tensors(), mask_mod=mask)
+        small = torch.tensor([True, False])
+        block_mask = rf.create_block_mask(lambda b, h, i, j: small[b], 2, None, SQ, SK, BLOCK_SIZE=16)
+        rf.validate(**tensors(), block_mask=block_mask)
+        three = {name: tensor.repeat(2, 1, 1, 1)[:3] for name, tensor in tensors().items()}
+        single = rf.create_block_mask(rf.mask_mod(lambda b, h, i, j: small[b]), None, None, SQ, SK, BLOCK_SIZE=16)
+        with pytest.raises(
+            ValueError, match=r"^mask_mod 'lambda': got index 2 in dimension 0 of captured tensor 'small'"
+        ):
+            rf.validate(**three, block_mask=single)
+
+    def test_strips(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(values, "POSITIONS_AT_ONCE", 2 * SK)
+        score = rf.score_mod(lambda s, b, h, i, j: s + table[i + 3])
+        with pytest.raises(ValueError, match="got index 7"):
+            rf.validate(**tensors(), score_mod=score)
+
+    def test_block_lists(self) -> None:
+        block_mask = rf.create_block_mask(lambda b, h, i, j: j <= i, None, None, 64, 64, BLOCK_SIZE=16)
+        block_mask.kv_indices[0, 0, 1, 0] = 77
+        x = [torch.randn(1, 64, 2, 8) for _ in range(3)]
+        for function in (rf.validate, rf.attention):
+            with pytest.raises(ValueError, match="block_mask kv_indices must be between 0 and 3"):
+                function(*x, block_mask=block_mask)
