@@ -13,11 +13,13 @@ import os
 import sys
 import types
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -541,10 +543,6 @@ def _result_node(recorder: Recorder, result: Any, kind: str, dtype: torch.dtype)
 
 def outside_transforms() -> Any:
     """Keeps torch.func's transforms and autocast, which may be active around the caller, out of the recording."""
-    from contextlib import ExitStack
-
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
     stack = ExitStack()
     stack.enter_context(temporarily_clear_interpreter_stack())
     for device_type in ("cpu", "cuda"):
