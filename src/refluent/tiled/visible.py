@@ -46,7 +46,7 @@ class Keep:
 
 @dataclass(frozen=True)
 class Positions:
-    """b (b, 1, 1, 1), h (1, h, 1, 1), i (1 or b, 1, tm, 1), j (1 or b, 1, 1, tn), int64."""
+    """b (b, 1, 1, 1), h (1, h, 1, 1), i (1, 1, tm, 1), j (1, 1, 1, tn), int64."""
 
     b: Tensor
     h: Tensor
@@ -138,25 +138,26 @@ class Visibility:
     @property
     def clamp(self) -> bool:
         """Whether reads of captured tensors are clamped, not checked: checking would wait for the device."""
-        return self._device.type != "cpu"
+        return self._device.type != "cpu" or self._padded
+
+    @property
+    def _padded(self) -> bool:
+        return self._segment.used_q is not None or self._segment.used_k is not None
 
     def batch_head(self, heads_q: int) -> Tensor:
         """b * heads_q + h, (b, h, 1, 1)."""
         return self._b * heads_q + self._h
 
     def positions(self, i0: int, i1: int, j0: int, j1: int) -> Positions:
-        """The positions of a tile's scores, moved inside the lengths where those are known on the device only."""
-        i = torch.arange(i0, i1, device=self._device)[:, None]
-        j = torch.arange(j0, j1, device=self._device)[None]
-        used_q, used_k = self._used(self._segment.used_q), self._used(self._segment.used_k)
-        origin: Origin | None = (self._chunk.b0, self._chunk.h0, i0, j0)
-        if used_q is not None:
-            i, origin = torch.minimum(i, used_q - 1).clamp(min=0), None
-        if used_k is not None:
-            j, origin = torch.minimum(j, used_k - 1).clamp(min=0), None
-        return Positions(
-            self._b, self._h, i if i.dim() == 4 else i[None, None], j if j.dim() == 4 else j[None, None], origin
-        )
+        """The positions of a tile's scores.
+
+        Where only the device knows the lengths some lie outside; then reads of captured tensors are clamped, and what
+        they return is masked.
+        """
+        i = torch.arange(i0, i1, device=self._device)[None, None, :, None]
+        j = torch.arange(j0, j1, device=self._device)[None, None, None]
+        origin = None if self._padded else (self._chunk.b0, self._chunk.h0, i0, j0)
+        return Positions(self._b, self._h, i, j, origin)
 
     def tiles(self, i0: int, i1: int) -> Iterator[Tile]:
         """Tiles of rows [i0, i1), each within one step of ``tile.n`` keys and cut to what may be seen."""
