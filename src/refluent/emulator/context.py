@@ -30,6 +30,8 @@ def gpu(
     on_finding: str = "raise",
     line_info: bool = True,
     trace: bool = False,
+    strict: bool = False,
+    accumulator: str = "fp32",
 ) -> Gpu:
     """An emulated GPU, as a context manager.
 
@@ -41,7 +43,9 @@ def gpu(
     arch: "sm_90a" or "sm_100a". seed, schedule: which legal order of warps, CTAs and asynchronous operations: "fair",
     "random", "late" or "early"; the same seed is the same run. checks: "all", "none" or names of checks. num_sms: how
     many multiprocessors the chip has. on_finding: "raise" a FindingsError on leaving the block, or "record" only.
-    line_info: compile with source lines, so that findings name them. trace: keep what `timeline` needs.
+    line_info: compile with source lines, so that findings name them. trace: keep what `timeline` needs. strict: hold
+    kernels to the letter of the PTX manual where compiled code is known to rely on more (tcgen05.wait::ld before loaded
+    registers are used). accumulator: how tensor cores add, "fp32" or a published model of the chip's.
 
     Raises DriverError (unknown DSL version, bad argument, context inside a context) and, from calls inside, what the
     machine raises: faults, deadlocks, unsupported PTX.
@@ -49,7 +53,16 @@ def gpu(
     from refluent.emulator.machine import Machine  # brings numba and LLVM
 
     chip = make_chip(arch, num_sms)
-    machine = Machine(arch, seed=seed, schedule=schedule, checks=checks, num_sms=num_sms, trace=trace)
+    machine = Machine(
+        arch,
+        seed=seed,
+        schedule=schedule,
+        checks=checks,
+        num_sms=num_sms,
+        trace=trace,
+        strict=strict,
+        accumulator=accumulator,
+    )
     return Gpu(chip, machine, on_finding=on_finding, line_info=line_info)
 
 

@@ -43,6 +43,7 @@ class Machine:
         translate: Callable[[str, str], Program] | None = None,
         idle_limit: int = IDLE_LIMIT,
         accumulator: str = "fp32",
+        strict: bool = False,
     ) -> None:
         self.arch = arch
         self.arch_number = int("".join(c for c in arch if c.isdigit()))
@@ -51,7 +52,7 @@ class Machine:
         self.seed = seed
         self.schedule = Schedule(schedule, random.Random(seed))
         self.report = Report(arch, seed, schedule)
-        self.check: Checker | NoChecker = NoChecker() if checks == "none" else Checker(self, checks)
+        self.check: Checker | NoChecker = NoChecker() if checks == "none" else Checker(self, checks, strict)
         self.memory = GlobalMemory(shadowed=self.check.enabled)
         self.trace = Trace() if trace else None
         self.translate = translate or grid.translate

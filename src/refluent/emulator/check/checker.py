@@ -40,9 +40,10 @@ class Checker(Order):
 
     enabled = True
 
-    def __init__(self, machine: Machine, checks: str | Iterable[str]) -> None:
+    def __init__(self, machine: Machine, checks: str | Iterable[str], strict: bool = False) -> None:
         super().__init__()
         self.machine = machine
+        self.strict = strict  # the letter of the manual, where compiled code is known to rely on more
         chosen = set(KINDS) if checks == "all" else {checks} if isinstance(checks, str) else set(checks)
         if unknown := chosen - set(KINDS):
             raise ValueError(f"checks: {', '.join(sorted(unknown))} not among {', '.join(KINDS)}, all, none")
@@ -240,11 +241,32 @@ class Checker(Order):
         shadow.touch_rows(base, starts, by, nbytes, who, tick, warp.instr, write, space)
 
     def tmem_access(
-        self, warp: MachineWarp, cta: CTA, lanes: np.ndarray, column: int, columns: int, *, write: bool
+        self,
+        warp: MachineWarp,
+        cta: CTA,
+        lanes: np.ndarray,
+        column: int,
+        columns: int,
+        *,
+        write: bool,
+        used_at: int | None = None,
     ) -> None:
-        """tcgen05.ld or st of a warp: asynchronous until tmem_wait."""
+        """tcgen05.ld or st of a warp: asynchronous until tmem_wait. `used_at`: the instruction that first reads what
+        was loaded; a warp that has come past it has its values, wait or no wait (unless `strict`)."""
         what = self._as_channel(warp, "tcgen05.st" if write else "tcgen05.ld")
         self._tmem(cta, lanes, column, columns, what, write)
+        if used_at is not None and not self.strict:
+            loads = warp.groups.setdefault("tmem loads", [])
+            loads.append((warp.instr, used_at, self.channel(warp, "tcgen05.ld").tick))
+
+    def released(self, warp: MachineWarp) -> Clock:
+        if loads := warp.groups.get("tmem loads"):
+            here = warp.instr
+            for at, used_at, tick in loads:
+                if used_at < here or here <= at:  # past the use; or back before the load, in a loop
+                    self.wait_channel(warp, "tcgen05.ld", tick)
+            warp.groups["tmem loads"] = [load for load in loads if load[0] < here <= load[1]]
+        return super().released(warp)
 
     def tmem_wait(self, warp: MachineWarp, store: bool) -> None:
         """tcgen05.wait::st or ::ld."""

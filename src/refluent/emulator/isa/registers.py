@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from refluent.emulator.ptx import Imm, Instruction, Operand, Pred, Reg, Vec
+from refluent.emulator.ptx import Addr, Composite, Dual, Imm, Instruction, Kernel, Operand, Pred, Reg, Vec
 from refluent.emulator.state import FULL_MASK
 
 if TYPE_CHECKING:
@@ -45,6 +46,28 @@ def converged(machine: Machine, cta: CTA, warp: MachineWarp, mask: int, instr: I
             warp=warp,
             instr=instr.index,
         )
+
+
+def first_use(kernel: Kernel, instr: Instruction, registers: Operand) -> int | None:
+    """Index of the first instruction after `instr`, in the order of the text, that reads one of `registers`."""
+    wanted = set(_leaves(registers))
+    for later in kernel.instructions[instr.index + 1 :]:
+        if any(leaf in wanted for operand in later.operands for leaf in _leaves(operand)):
+            return later.index
+    return None
+
+
+def _leaves(operand: Operand) -> Iterator[Operand]:
+    if isinstance(operand, Vec | Composite):
+        for item in operand.items:
+            yield from _leaves(item)
+    elif isinstance(operand, Dual):
+        yield from _leaves(operand.first)
+        yield from _leaves(operand.second)
+    elif isinstance(operand, Addr):
+        yield operand.base
+    else:
+        yield operand
 
 
 def flag(warp: MachineWarp, operand: Operand, lane: int) -> bool:

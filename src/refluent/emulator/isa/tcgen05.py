@@ -26,6 +26,7 @@ from refluent.emulator.isa.mma_tcgen05 import InstructionDescriptor, Mma
 from refluent.emulator.isa.operand import DescriptorError, MatrixDescriptor, chunk_addresses
 from refluent.emulator.isa.registers import (
     converged,
+    first_use,
     flag,
     lane_value,
     lanes_of,
@@ -176,6 +177,7 @@ def prepare_transfer(instr: Instruction, kernel: Kernel) -> Handler:
         raise modifiers.refuse(f"{len(rows)} registers do not fit {shape}.x{repeats}")
     whole = shape == "32x32b"
     width = int(column.max()) + 1
+    used_at = first_use(kernel, instr, registers) if load else None
 
     def handler(machine: Machine, cta: CTA, warp: MachineWarp, mask: int) -> Outcome:
         converged(machine, cta, warp, mask, instr)
@@ -187,7 +189,7 @@ def prepare_transfer(instr: Instruction, kernel: Kernel) -> Handler:
         _check_transfer(machine, cta, warp, instr, first_lane, first, width, whole)
         if machine.check.enabled:
             used = np.unique(lane) + first_lane
-            machine.check.tmem_access(warp, cta, used, first, width, write=not load)
+            machine.check.tmem_access(warp, cta, used, first, width, write=not load, used_at=used_at)
         if load:
             values = _read_cells(cta, lane + first_lane, column + first, first_lane, first, width, whole)
             write_rows(warp, rows, values[0::2] & 0xFFFF | values[1::2] << 16 if packed else values)
