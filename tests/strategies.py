@@ -1,7 +1,7 @@
 """Random attention calls: ``Case`` is plain data that hypothesis draws and prints, ``build`` makes its tensors."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -288,3 +288,14 @@ def cases(draw: st.DrawFn, varlen: bool | None = None, longest: int = 300) -> Ca
         use_lse=draw(st.booleans()),
         seed=draw(st.integers(0, 10**6)),
     )
+
+
+@st.composite
+def long_cases(draw: st.DrawFn) -> Case:
+    """A long side against a short one: several tiles of rows or of keys, few enough scores for the oracle."""
+    case = draw(cases(longest=40))
+    side, length = draw(st.sampled_from("qk")), draw(st.integers(500, 1100))
+    packed, old = (case.packed_q, case.lengths_q) if side == "q" else (case.packed_k, case.lengths_k)
+    new = (length, *old[1:]) if packed else (length,) * len(old)
+    changed: dict[str, Any] = {f"lengths_{side}": new, f"used_{side}": None}
+    return replace(case, **changed)

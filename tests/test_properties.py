@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import refluent as rf
 from calls import call, expect, judge, judge_gradients, leaves
 from poison import poisoned_memory
-from strategies import DTYPES, MASKS, MODS, Built, Case, build, cases
+from strategies import DTYPES, MASKS, MODS, Built, Case, build, cases, long_cases
 
 
 @given(cases(varlen=False))
@@ -20,6 +20,11 @@ def test_dense(record_errors, case):
 
 @given(cases(varlen=True))
 def test_varlen(record_errors, case):
+    record_errors(case.dtype, judge(case))
+
+
+@given(long_cases())
+def test_several_tiles_of_rows_or_keys(record_errors, case):
     record_errors(case.dtype, judge(case))
 
 
