@@ -96,7 +96,9 @@ def test_arithmetic(kind: str) -> None:
     t.add(f"max.{kind} {{d}}, {{a}}, {{b}}", bits, (a, b), lambda x, y: max(n(x), n(y)))
     t.add(f"sad.{kind} {{d}}, {{a}}, {{b}}, {{c}}", bits, (a, b, c), lambda x, y, z: z + abs(n(x) - n(y)))
     t.add(f"div.{kind} {{d}}, {{a}}, {{b}}", bits, (a, b), lambda x, y: _quotient(n(x), n(y)) if y else -1)
-    t.add(f"rem.{kind} {{d}}, {{a}}, {{b}}", bits, (a, b), lambda x, y: n(x) - _quotient(n(x), n(y)) * n(y) if y else x)
+    t.add(
+        f"rem.{kind} {{d}}, {{a}}, {{b}}", bits, (a, b), lambda x, y: n(x) - _quotient(n(x), n(y)) * n(y) if y else -1
+    )
     if bits < 64:
         wide = values(2 * bits, t.rng)
         t.add(f"mul.wide.{kind} {{d}}, {{a}}, {{b}}", 2 * bits, (a, b), lambda x, y: n(x) * n(y))
@@ -112,6 +114,10 @@ def _quotient(x: int, y: int) -> int:
     """C's division, towards zero."""
     q = abs(x) // abs(y)
     return -q if (x < 0) != (y < 0) else q
+
+
+def _rest(x: int, y: int) -> int:
+    return x - _quotient(x, y) * y
 
 
 def _clamp32(x: int) -> int:

@@ -140,7 +140,7 @@ def test_float_to_float(source: str) -> None:
             todo.append((lab.add(f"cvt{dot}.{target}.{source} {{d}}, {{a}}", other.bits, b), wanted, other, form, b))
     lab.run()
     for case, wanted, other, _, b in todo:
-        if other is FORMATS["f64"]:
+        if other is FORMATS["f64"] or (source, other) in (("f64", F32), ("bf16", F32)):
             numbers = [i for i, x in enumerate(b) if not form.is_nan(int(x))]
             assert [int(case.results[0][i]) for i in numbers] == [wanted[i] for i in numbers], case.text
         else:
@@ -202,7 +202,7 @@ def test_packing_two_f32(kind: str) -> None:
 
 
 def test_tf32() -> None:
-    """Ten bits of mantissa; the three low bytes' rest is zero."""
+    """Ten bits of mantissa, the rest is zero."""
     form, lab, rng = Format(8, 10), Lab(), np.random.default_rng(7)
     a = ieee.samples(F32, rng, COUNT)
     a[::2] = (a[::2] & np.uint32(0xFFFFE000)) | np.uint32(0x1000)
@@ -214,7 +214,8 @@ def test_tf32() -> None:
     for case, wanted in todo:
         nan = np.array([F32.is_nan(int(x)) for x in a])
         np.testing.assert_array_equal(case.results[0][~nan], np.array(wanted, np.uint32)[~nan], err_msg=case.text)
-        assert all(F32.is_nan(int(x)) for x in case.results[0][nan])
+        cut = a[nan] & np.uint32(0xFFFFE000) if "rna" in case.text else np.uint32(0x7FFFE000)
+        assert (case.results[0][nan] == cut).all(), case.text
 
 
 # Formats of 8 bits and less: every code is decoded, every rounding is to the nearest of all codes.
@@ -312,4 +313,4 @@ def test_bf16_is_the_top_of_f32() -> None:
     a = ieee.samples(BF16, rng, COUNT)
     case = lab.add("cvt.f32.bf16 {d}, {a}", 32, a)
     lab.run()
-    expect(case, [ieee.convert(BF16, F32, int(x)) for x in a], 32)
+    expect(case, [int(x) << 16 for x in a], 32)

@@ -199,7 +199,8 @@ def resize(e: Emitter, val: Val, source: str, target: str, mode: str) -> Val:
     """Between two floating-point formats."""
     if source == "f64":
         if target == "f32":
-            return e.from_float(narrow(e, e.fp(val), mode), 32)
+            # A NaN keeps the upper bits of its payload.
+            return e.from_bits(rounding.raw(e, narrow(e, e.fp(val), mode), 32), 32)
         return from_f64(e, e.fp(val), target, mode)
     wide = _wide(e, val, source)
     if target == "f64":
@@ -218,7 +219,7 @@ def clamp_finite(e: Emitter, val: Val, kind: str) -> Val:
 
 
 def _tf32(e: Emitter, mods: Mods, source: str, val: Val) -> Val:
-    """Keep 10 bits of mantissa: .rna rounds ties away from zero."""
+    """Keep 10 bits of mantissa: .rna rounds ties away from zero, and only cuts a NaN (as an H200 does)."""
     if source != "f32":
         raise e.refuse(f"type .{source}")
     mode, finite, with_relu = mods.take("rna", "rn", "rz"), mods.flag("satfinite"), mods.flag("relu")
@@ -241,7 +242,8 @@ def _tf32(e: Emitter, mods: Mods, source: str, val: Val) -> Val:
         minus = e.op(f"icmp slt {i} {result}, zeroinitializer")
         result = e.select(minus, "zeroinitializer", result, "i32")
     nan = e.op(f"fcmp uno <32 x float> {e.fp(val)}, zeroinitializer")
-    return e.from_bits(e.select(nan, "splat (i32 2147483647)", result, "i32"), 32)
+    other = "splat (i32 2147475456)" if mode != "rna" else binary(e, "and", 32, bits, "splat (i32 -8192)")
+    return e.from_bits(e.select(nan, other, result, "i32"), 32)
 
 
 def _pack(e: Emitter, ins: Instruction, mods: Mods, source: str, target: str) -> None:

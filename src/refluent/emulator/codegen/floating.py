@@ -7,7 +7,7 @@ from refluent.emulator.codegen.emitter import FLOAT_TYPE, Emitter, Val, vec
 from refluent.emulator.codegen.logic import INTEGERS, finish_set, finish_setp
 from refluent.emulator.codegen.registry import Mods, emits, operand_count
 from refluent.emulator.codegen.rounding import MODES, math, narrow, widen
-from refluent.emulator.ptx import Instruction, Operand
+from refluent.emulator.ptx import Instruction
 
 COMPARE = {"eq": "oeq", "ne": "one", "lt": "olt", "le": "ole", "gt": "ogt", "ge": "oge", "num": "ord", "nan": "uno"}
 COMPARE |= {"equ": "ueq", "neu": "une", "ltu": "ult", "leu": "ule", "gtu": "ugt", "geu": "uge"}
@@ -39,14 +39,6 @@ def saturate(e: Emitter, val: Val) -> Val:
 def operands(e: Emitter, ins: Instruction, bits: int, ftz: bool = False) -> list[Val]:
     values = [e.float_value(o, bits) for o in ins.operands[1:]]
     return [flush(e, v) for v in values] if ftz else values
-
-
-def finish(e: Emitter, target: Operand, val: Val, ftz: bool = False, sat: bool = False) -> None:
-    if sat:
-        val = saturate(e, val)
-    if ftz:
-        val = flush(e, val)
-    e.write(target, val)
 
 
 def arithmetic(e: Emitter, op: str, mode: str, args: list[Val]) -> Val:
@@ -97,6 +89,21 @@ def _directed_add(e: Emitter, mode: str, x: str, y: str) -> str:
     return rounding.signed_zero(e, result, x, y, 32) if mode == "rm" else result
 
 
+def flush_result(e: Emitter, op: str, args: list[Val], result: Val) -> Val:
+    """Flush what was subnormal before rounding: also what rounds up to the smallest normal number."""
+    if op in ("mul", "fma"):
+        wide = [widen(e, e.fp(a)) for a in args]
+        if op == "mul":
+            exact = e.op(f"fmul <32 x double> {wide[0]}, {wide[1]}")
+        else:
+            exact = rounding.fma_odd(e, wide[0], wide[1], wide[2], "rn")
+        size = math(e, "fabs", "double", exact)
+        tiny = e.op(f"fcmp olt <32 x double> {size}, splat (double 0x3810000000000000)")
+        zero = e.op(f"and <32 x i32> {rounding.raw(e, e.fp(result), 32)}, splat (i32 -2147483648)")
+        return e.from_float(e.select(tiny, rounding.as_float(e, zero, 32), e.fp(result), "float"), 32)
+    return flush(e, result)
+
+
 @emits("add", "sub", "mul", "fma", "mad", types=("f32", "f64"))
 def scalar(e: Emitter, ins: Instruction, mods: Mods) -> None:
     kind = mods.last()
@@ -105,7 +112,10 @@ def scalar(e: Emitter, ins: Instruction, mods: Mods) -> None:
     mode = mods.take(*MODES, default="rn" if op != "fma" else "")
     ftz, sat = (mods.flag("ftz"), mods.flag("sat")) if kind == "f32" else (False, False)
     args = operands(e, ins, int(kind[1:]), ftz)
-    finish(e, ins.operands[0], arithmetic(e, op, mode, args), ftz, sat)
+    result = arithmetic(e, op, mode, args)
+    if ftz:
+        result = flush_result(e, op, args, result)
+    e.write(ins.operands[0], saturate(e, result) if sat else result)
 
 
 @emits("add", "sub", "mul", "fma", types=("f32x2",))
@@ -118,7 +128,7 @@ def packed(e: Emitter, ins: Instruction, mods: Mods) -> None:
     for args in zip(*pairs):
         inputs = [flush(e, a) for a in args] if ftz else list(args)
         result = arithmetic(e, ins.opcode, mode, inputs)
-        results.append(flush(e, result) if ftz else result)
+        results.append(flush_result(e, ins.opcode, inputs, result) if ftz else result)
     e.write(ins.operands[0], e.from_halves(results[0], results[1]))
 
 
@@ -155,7 +165,7 @@ def min_max(e: Emitter, ins: Instruction, mods: Mods) -> None:
         number = e.op(f"fcmp ord <32 x float> {e.fp(result)}, zeroinitializer")
         sign = e.select(number, sign, "zeroinitializer", "i32")
         result = e.from_bits(e.op(f"or <32 x i32> {e.bits(result)}, {sign}"), 32)
-    finish(e, ins.operands[0], result)
+    e.write(ins.operands[0], result)
 
 
 @emits("neg", "abs", types=("f32", "f64"))
@@ -223,10 +233,12 @@ def testp(e: Emitter, ins: Instruction, mods: Mods) -> None:
     if test in simple:
         result = compare(*simple[test])
     elif test == "normal":
+        # Zero counts as normal.
         result = e.op(f"and <32 x i1> {compare('uge', smallest)}, {compare('ult', infinity)}")
+        result = e.op(f"or <32 x i1> {result}, {compare('eq', 0)}")
     else:
         result = e.op(f"and <32 x i1> {compare('ult', smallest)}, {compare('ne', 0)}")
     e.write(ins.operands[0], e.from_lanes(result))
 
 
-__all__ = ["INTEGERS", "arithmetic", "extreme", "finish", "flush", "magnitude", "operands", "saturate"]
+__all__ = ["INTEGERS", "arithmetic", "extreme", "flush", "magnitude", "operands", "saturate"]

@@ -23,7 +23,7 @@ def to_f32(e: Emitter, val: Val, kind: str) -> Val:
     """Exactly, as f32."""
     if kind == "bf16":
         wide = e.op(f"zext <32 x i16> {e.bits(val)} to <32 x i32>")
-        return e.from_float(rounding.as_float(e, e.op(f"shl <32 x i32> {wide}, splat (i32 16)"), 32), 32)
+        return e.from_bits(e.op(f"shl <32 x i32> {wide}, splat (i32 16)"), 32)
     return e.from_float(e.op(f"fpext <32 x half> {e.fp(val)} to <32 x float>"), 32)
 
 
@@ -169,8 +169,11 @@ def sign16(e: Emitter, ins: Instruction, mods: Mods) -> None:
     results = []
     for part in split(e, ins.operands[1], kind):
         bits = e.bits(flush_half(e, part) if ftz else part)
-        op, number = ("xor", 0x8000) if ins.opcode == "neg" else ("and", 0x7FFF)
-        results.append(e.from_bits(e.op(f"{op} <32 x i16> {bits}, splat (i16 {number})"), 16))
+        size = e.op(f"and <32 x i16> {bits}, splat (i16 32767)")
+        made = size if ins.opcode == "abs" else e.op(f"xor <32 x i16> {bits}, splat (i16 -32768)")
+        infinity = 0x7C00 if base_kind(kind) == "f16" else 0x7F80
+        nan = e.op(f"icmp ugt <32 x i16> {size}, splat (i16 {infinity})")
+        results.append(e.from_bits(e.select(nan, "splat (i16 32767)", made, "i16"), 16))
     join(e, ins.operands[0], results)
 
 

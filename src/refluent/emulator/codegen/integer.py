@@ -167,7 +167,7 @@ def mul24(e: Emitter, ins: Instruction, mods: Mods) -> None:
 
 @emits("div", "rem", types=("u16", "s16", "u32", "s32", "u64", "s64"))
 def div_rem(e: Emitter, ins: Instruction, mods: Mods) -> None:
-    """Up to 32 bits through exact double division; by zero gives all ones (rem: the dividend), as the hardware."""
+    """Up to 32 bits through exact double division; by zero gives all ones, as an H200 does."""
     operand_count(e, ins, 3)
     kind = mods.last()
     bits, signed = width(kind), kind[0] == "s"
@@ -182,12 +182,9 @@ def div_rem(e: Emitter, ins: Instruction, mods: Mods) -> None:
         x, y = (e.op(f"{convert} {i} {v} to <32 x double>") for v in (a, safe))
         ratio = e.op(f"fdiv <32 x double> {x}, {y}")
         quotient = cut(e, e.op(f"fptosi <32 x double> {ratio} to <32 x i64>"), 64, bits)
-    if ins.opcode == "div":
-        result = e.select(zero, f"splat (i{bits} -1)", quotient, f"i{bits}")
-    else:
-        rest = binary(e, "sub", bits, a, binary(e, "mul", bits, quotient, safe))
-        result = e.select(zero, a, rest, f"i{bits}")
-    put(e, ins, result, bits)
+    if ins.opcode == "rem":
+        quotient = binary(e, "sub", bits, a, binary(e, "mul", bits, quotient, safe))
+    put(e, ins, e.select(zero, f"splat (i{bits} -1)", quotient, f"i{bits}"), bits)
 
 
 def _divide64(e: Emitter, signed: bool) -> str:

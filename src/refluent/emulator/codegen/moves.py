@@ -34,7 +34,7 @@ def lane_constant(values: list[int]) -> str:
 
 
 def special(e: Emitter, name: str, bits: int) -> Val:
-    """A special register, 32 or 64 bits wide as it is defined, or cut to 16."""
+    """A special register, 32 or 64 bits wide as it is defined."""
     word, _, axis = name.rpartition(".")
     if axis in ("x", "y", "z"):
         result = _vector_special(e, name, word, "xyz".index(axis))
@@ -52,8 +52,6 @@ def special(e: Emitter, name: str, bits: int) -> Val:
         raise e.refuse(f"special register {name}")
     if result.bits == bits:
         return result
-    if result.bits == 32 and bits == 16:
-        return e.from_bits(cut(e, e.bits(result), 32, 16), 16)
     if result.bits == 32 and bits == 64:
         return e.from_bits(extend(e, e.bits(result), 32, 64, False), 64)
     if result.bits == 64 and bits == 32 and name == "%gridid":
