@@ -224,10 +224,24 @@ def redux(e: Emitter, ins: Instruction, mods: Mods) -> None:
     else:
         name = f"{kind[0]}{op}" if op in ("min", "max") else op
         step, identity = _step(e, name), _IDENTITY[name]
-    e.library.add(f"redux_{name}", _REDUX.format(name=name, step=step, identity=identity))
     named = members(e, ins, ins.operands[2])
+    if isinstance(ins.operands[2], Imm) and kind != "f32":
+        put(e, ins, e.splat(_reduce(e, name, value, named, identity), "i32"), 32)
+        return
+    e.library.add(f"redux_{name}", _REDUX.format(name=name, step=step, identity=identity))
     result = e.op(f"call {I32} @redux_{name}({I32} {value}, {I32} {named}, i32 {e.active()})")
     put(e, ins, result, 32)
+
+
+def _reduce(e: Emitter, name: str, value: str, named: str, identity: int) -> str:
+    """One group for the whole warp: a tree of shuffles."""
+    present = e.op(f"bitcast i32 {e.active()} to <32 x i1>")
+    in_group = e.op(f"icmp ne {I32} {binary(e, 'and', 32, named, LANE_BIT)}, zeroinitializer")
+    lanes = e.op(f"and <32 x i1> {present}, {in_group}")
+    kept = e.select(lanes, value, f"splat (i32 {identity})", "i32")
+    full = f"llvm.vector.reduce.{name}.v32i32"
+    e.library.declare(full, f"declare i32 @{full}({I32})")
+    return e.op(f"call i32 @{full}({I32} {kept})")
 
 
 def _step(e: Emitter, name: str) -> str:
