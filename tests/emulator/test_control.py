@@ -159,6 +159,31 @@ JOIN:
     assert warp.exited == FULL
 
 
+def test_early_returns_do_not_split_what_follows() -> None:
+    """Inside a branch some lanes return through the common exit; the rest meet again before it."""
+    body = """
+  mov.u32 %r0, %laneid;
+  setp.lt.u32 %p1, %r0, 8;
+  setp.lt.u32 %p2, %r0, 3;
+  @!%p1 bra AFTER;
+  @%p2 bra DONE;
+  mov.u32 %r1, 5;
+AFTER:
+  bar.warp.sync -1;
+  activemask.b32 %r2;
+  st.volatile.v2.b32 [%d1], {%r1, %r2};
+DONE:
+  ret;"""
+    code = compiled(body)
+    (warp,), _ = code.prepare(1)
+    assert run_until_event(code, warp) == state.EVENT
+    assert warp.event_mask == 0xFFFFFFF8
+    assert (lanes_of(code, warp, "%r2")[3:] == 0xFFFFFFF8).all()
+    np.testing.assert_array_equal(lanes_of(code, warp, "%r1")[3:], np.where(LANE < 8, 5, 0)[3:])
+    assert run_until_event(code, warp) == state.EXIT
+    assert warp.exited == FULL
+
+
 def test_guarded_events() -> None:
     """An event whose guard holds nowhere is passed; elsewhere its mask is the guard's."""
     body = """

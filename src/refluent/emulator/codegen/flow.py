@@ -62,7 +62,7 @@ def registers_in(operand: Operand) -> Iterator[Reg]:
 def build(kernel: Kernel, is_event: Callable[[Instruction], bool], writes: Callable[[Instruction], int]) -> Flow:
     """Blocks of `kernel`. `writes(instruction)` is how many leading operands an instruction defines."""
     blocks = _split(kernel, is_event)
-    _post_dominators(blocks)
+    _post_dominators(kernel, blocks)
     _loop_heads(blocks)
     bit = {reg: i for i, reg in enumerate(kernel.registers.values())}
     _liveness(kernel, blocks, bit, writes)
@@ -118,10 +118,13 @@ def _split(kernel: Kernel, is_event: Callable[[Instruction], bool]) -> list[Bloc
     return blocks
 
 
-def _post_dominators(blocks: list[Block]) -> None:
+def _post_dominators(kernel: Kernel, blocks: list[Block]) -> None:
     """Immediate post-dominators (Cooper, Harvey, Kennedy: A Simple, Fast Dominance Algorithm) on the reverse graph."""
     exit_node = len(blocks)
-    successors = [block.successors or [exit_node] for block in blocks]
+    leaving = _leaving(kernel, blocks)
+    # Lanes that leave need not be waited for: where some go on, only their paths count. So what comes after an early
+    # return runs with all lanes that are left, and not in two parts.
+    successors = [[n for n in b.successors if n not in leaving] or b.successors or [exit_node] for b in blocks]
     predecessors: list[list[int]] = [[] for _ in range(exit_node + 1)]
     for i, nexts in enumerate(successors):
         for n in nexts:
@@ -145,6 +148,24 @@ def _post_dominators(blocks: list[Block]) -> None:
         block.reconvergence = None if parent == exit_node else parent
         if len(block.successors) > 1 and block.reconvergence is not None:
             blocks[block.reconvergence].is_reconvergence = True
+
+
+def _leaving(kernel: Kernel, blocks: list[Block]) -> set[int]:
+    """Blocks that do nothing but leave the kernel."""
+    idle = {
+        block.index
+        for block in blocks
+        if all(ins.opcode in ("bra", *EXITS) for ins in kernel.instructions[block.start : block.end])
+    }
+    found: set[int] = set()
+    grew = True
+    while grew:
+        grew = False
+        for block in blocks:
+            if block.index in idle - found and all(n in found for n in block.successors):
+                found.add(block.index)
+                grew = True
+    return found
 
 
 def _meet(idom: dict[int, int], rank: dict[int, int], a: int, b: int) -> int:
