@@ -334,7 +334,9 @@ def attention_backward(
     layout: str = "bshd",
     backend: str | None = None,
 ) -> AttentionGradients:
-    """The raw backward operation of :func:`attention` and :func:`attention_varlen`, without autograd.
+    """The raw backward operation of :func:`attention` and :func:`attention_varlen`.
+
+    Its results cannot be differentiated: where autograd tracks an argument, trying to raises UnsupportedError.
 
     With delta_i = <do_i, o_i> - dlse_i, weights p_ij = exp(s_ij - lse_i) and dropout factors z_ij::
 
