@@ -139,20 +139,10 @@ def _prepare_setmaxnreg(instr: Instruction, kernel: Kernel) -> Handler:
         warp.registers = count
         warp.setmaxnreg.append(count)
         cta.launch.counts.setmaxnreg[warp.index] = count
-        _agreement(machine, cta, warp)
         machine.wake(cta.registers)
         return CONTINUE
 
     return handler
-
-
-def _agreement(machine: Machine, cta: CTA, warp: MachineWarp) -> None:
-    """All warps of a warpgroup have to execute the same setmaxnreg."""
-    step = len(warp.setmaxnreg) - 1
-    for other in cta.warps[4 * warp.warpgroup : 4 * warp.warpgroup + 4]:
-        if len(other.setmaxnreg) > step and other.setmaxnreg[step] != warp.setmaxnreg[step]:
-            counts = f"{warp.setmaxnreg[step]} here, {other.setmaxnreg[step]} in warp {other.index}"
-            machine.finding("setmaxnreg", f"the warps of warpgroup {warp.warpgroup} differ: {counts}", cta, warp)
 
 
 @handles("griddepcontrol")
