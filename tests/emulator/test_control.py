@@ -184,6 +184,34 @@ DONE:
     assert warp.exited == FULL
 
 
+def test_branches_in_a_loop_that_ends_in_a_return_meet_again() -> None:
+    """A loop whose only way out is the exit: what diverges inside it still has a point where it meets."""
+    body = """
+  mov.u32 %r0, %laneid;
+  mov.u32 %r3, 0;
+LOOP:
+  setp.eq.u32 %p1, %r0, 0;
+  @!%p1 bra MEET;
+  add.u32 %r1, %r1, 7;
+MEET:
+  activemask.b32 %r2;
+  bar.warp.sync -1;
+  st.volatile.v2.b32 [%d1], {%r1, %r2};
+  add.u32 %r3, %r3, 1;
+  setp.ge.u32 %p2, %r3, 3;
+  @%p2 bra DONE;
+  bra LOOP;
+DONE:
+  ret;"""
+    code = compiled(body)
+    (warp,), _ = code.prepare(1)
+    for turn in range(1, 4):
+        assert run_until_event(code, warp) == state.EVENT
+        assert (lanes_of(code, warp, "%r2") == FULL).all()
+        np.testing.assert_array_equal(lanes_of(code, warp, "%r1"), np.where(LANE == 0, 7 * turn, 0))
+    assert run_until_event(code, warp) == state.EXIT
+
+
 def test_guarded_events() -> None:
     """An event whose guard holds nowhere is passed; elsewhere its mask is the guard's."""
     body = """

@@ -123,8 +123,15 @@ def _post_dominators(kernel: Kernel, blocks: list[Block]) -> None:
     exit_node = len(blocks)
     leaving = _leaving(kernel, blocks)
     # Lanes that leave need not be waited for: where some go on, only their paths count. So what comes after an early
-    # return runs with all lanes that are left, and not in two parts.
+    # return runs with all lanes that are left, and not in two parts. A loop that ends in a return keeps it as its way
+    # out: without one, nothing inside it would have a post-dominator.
     successors = [[n for n in b.successors if n not in leaving] or b.successors or [exit_node] for b in blocks]
+    while stuck := set(range(len(blocks))) - _reaching(successors, exit_node):
+        restored = [i for i in stuck if len(successors[i]) < len(blocks[i].successors)]
+        for i in restored:
+            successors[i] = blocks[i].successors
+        if not restored:
+            break
     predecessors: list[list[int]] = [[] for _ in range(exit_node + 1)]
     for i, nexts in enumerate(successors):
         for n in nexts:
@@ -148,6 +155,19 @@ def _post_dominators(kernel: Kernel, blocks: list[Block]) -> None:
         block.reconvergence = None if parent == exit_node else parent
         if len(block.successors) > 1 and block.reconvergence is not None:
             blocks[block.reconvergence].is_reconvergence = True
+
+
+def _reaching(successors: list[list[int]], target: int) -> set[int]:
+    """Nodes from which a path leads to the target."""
+    found = {target}
+    grew = True
+    while grew:
+        grew = False
+        for i in reversed(range(len(successors))):
+            if i not in found and any(n in found for n in successors[i]):
+                found.add(i)
+                grew = True
+    return found
 
 
 def _leaving(kernel: Kernel, blocks: list[Block]) -> set[int]:

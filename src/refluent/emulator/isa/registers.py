@@ -57,17 +57,18 @@ def first_use(kernel: Kernel, instr: Instruction, registers: Operand) -> int | N
     return None
 
 
-def _leaves(operand: Operand) -> Iterator[Operand]:
-    if isinstance(operand, Vec | Composite):
+def _leaves(operand: Operand) -> Iterator[Reg]:
+    """The registers of an operand."""
+    if isinstance(operand, Reg):
+        yield operand
+    elif isinstance(operand, Vec | Composite):
         for item in operand.items:
             yield from _leaves(item)
     elif isinstance(operand, Dual):
         yield from _leaves(operand.first)
         yield from _leaves(operand.second)
     elif isinstance(operand, Addr):
-        yield operand.base
-    else:
-        yield operand
+        yield from _leaves(operand.base)
 
 
 def flag(warp: MachineWarp, operand: Operand, lane: int) -> bool:
