@@ -1,0 +1,1 @@
+"""Device code that the architectures share: lengths, visible ranges, work order, copies, numerics."""

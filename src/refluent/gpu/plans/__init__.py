@@ -1,0 +1,1 @@
+"""Problem -> Plan: tile sizes, stages, warps and memory maps, as tables."""

@@ -1,0 +1,1 @@
+"""The Blackwell backward: one file a warp role, kernel.py assembles them."""

@@ -1,0 +1,95 @@
+"""What the roles of one CTA share: one argument instead of thirty."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+
+from refluent.gpu.device.work import Call
+from refluent.gpu.plans.sm100 import BackwardPlan
+from refluent.gpu.sm100.backward.products import Products
+from refluent.gpu.sm100.backward.storage import Accumulators, Barriers, Shared
+
+# Warps by role; setmaxnreg acts on whole warpgroups, and warps 12-15 are one.
+REDUCE_WARP, COMPUTE_WARP, MMA_WARP, LOAD_WARP = 0, 4, 12, 13
+WARPS = 16
+
+# Named barriers.
+REDUCE_BARRIER, COMPUTE_BARRIER, GROUP_BARRIER = 1, 2, 3  # GROUP_BARRIER + compute warpgroup
+
+
+@dataclass(frozen=True)
+class Static:
+    """Facts of a compiled variant that are neither sizes nor tiles."""
+
+    dtype: type
+    plan: BackwardPlan
+    softcap: bool = False
+    dropout: bool = False
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Sources:
+    """TMA atoms and the tensors they read (sequence views), and the row statistics (heads, rows), float32."""
+
+    q_atom: cute.CopyAtom
+    q: cute.Tensor
+    k_atom: cute.CopyAtom
+    k: cute.Tensor
+    v_atom: cute.CopyAtom
+    v: cute.Tensor
+    do_atom: cute.CopyAtom
+    do: cute.Tensor
+    lse_log2: cute.Tensor
+    dpsum: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Where gradients go. Grouped heads: dk, dv are None and the float32 accumulators are used, else the reverse.
+
+    dq (heads, m_blocks, D / 32, 8, tile_m, 4), dk_accum, dv_accum (kv heads, n_blocks, D / 16, 4, tile_n, 4), float32;
+    dk, dv (b, s, h, d) or packed (t, h, d); dq_turn (heads, m_blocks), dkv_turn (kv heads, n_blocks) int32, the
+    semaphores of a deterministic call.
+    """
+
+    dq: cute.Tensor
+    dk: cute.Tensor | None
+    dv: cute.Tensor | None
+    dk_accum: cute.Tensor | None
+    dv_accum: cute.Tensor | None
+    dq_turn: cute.Tensor | None
+    dkv_turn: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Run-time numbers of the score function: s = scale q k, softcap tanh; dropout's key and threshold."""
+
+    softcap: cutlass.Float32
+    philox: cute.Tensor | None  # int64 (2,): seed, offset
+    keep_from: cutlass.Uint32  # an element is kept iff its word is at least this
+    keep_scale: cutlass.Float32  # 1 / (1 - dropout_p)
+
+
+@dataclass(frozen=True)
+class Context:
+    """One CTA: the call, the variant, memory, barriers."""
+
+    static: cutlass.Constexpr
+    call: Call
+    scores: Scores
+    sources: Sources
+    targets: Targets
+    products: Products
+    shared: Shared
+    barriers: Barriers
+    accumulators: Accumulators
+    tmem: cute.Pointer
+
+    @property
+    def plan(self) -> BackwardPlan:
+        return self.static.plan

@@ -1,0 +1,153 @@
+"""The Blackwell backward kernel: host entry and the CTA that its roles make up.
+
+Algorithm 4 of FlashAttention-2 (Dao, 2023) with the roles of a warp-specialised Blackwell kernel: see
+docs/kernels/sm100-backward.md for the pipeline and the memory maps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync, tcgen05
+
+from refluent.gpu.device.copies import sequence_view
+from refluent.gpu.device.seqlen import Side
+from refluent.gpu.device.visible import Window
+from refluent.gpu.device.work import Call
+from refluent.gpu.sm100.backward import context
+from refluent.gpu.sm100.backward.compute import compute
+from refluent.gpu.sm100.backward.context import Context, Scores, Sources, Static, Targets
+from refluent.gpu.sm100.backward.load import load
+from refluent.gpu.sm100.backward.mma import mma
+from refluent.gpu.sm100.backward.products import Layouts, Products
+from refluent.gpu.sm100.backward.reduce import reduce
+from refluent.gpu.sm100.backward.storage import init_barriers, make_accumulators, make_barriers, make_shared
+
+THREADS = 32 * context.WARPS
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A variant: everything that is known when the kernel is compiled.
+
+    group: query heads a key head. has_left, has_right: which sides of the window are closed (causal closes the right).
+    persistent: CTAs walk tiles with a stride instead of taking one each.
+    """
+
+    static: Static
+    group: int = 1
+    has_left: bool = False
+    has_right: bool = False
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        do: cute.Tensor,
+        lse_log2: cute.Tensor,
+        dpsum: cute.Tensor,
+        targets: Targets,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        philox: cute.Tensor | None,
+        batch: cutlass.Int32,
+        seqlen_q: cutlass.Int32,
+        seqlen_k: cutlass.Int32,
+        left: cutlass.Int32,
+        right: cutlass.Int32,
+        scale: cutlass.Float32,
+        softcap: cutlass.Float32,
+        keep_from: cutlass.Uint32,
+        keep_scale: cutlass.Float32,
+        ctas: cutlass.Int32,
+        stream,
+    ):
+        """q (b, s, h, d) or packed (t, h, d), k, v, do likewise; workspaces as Sources and Targets say. `ctas`: CTAs of
+        the grid at most, each walks tiles with that stride; 0 means one for every tile."""
+        plan, dtype = self.static.plan, self.static.dtype
+        packed_q, packed_k = cu_seqlens_q is not None, cu_seqlens_k is not None
+        queries = Side(cu_seqlens_q, seqused_q, seqlen_q, q.shape[0] if packed_q else seqlen_q)
+        keys = Side(cu_seqlens_k, seqused_k, seqlen_k, k.shape[0] if packed_k else seqlen_k)
+        heads = q.shape[1 if packed_q else 2]
+        window = Window(left, right, self.has_left, self.has_right)
+        call = Call(queries, keys, window, heads, batch, scale, self.group, plan.tile_m, plan.tile_n)
+        products = Products.make(dtype, plan)
+        layouts = Layouts.make(products, dtype, plan)
+        q_view = sequence_view(q, seqlen_q, queries.ragged, packed_q)
+        do_view = sequence_view(do, seqlen_q, queries.ragged, packed_q)
+        k_view = sequence_view(k, seqlen_k, keys.ragged, packed_k)
+        v_view = sequence_view(v, seqlen_k, keys.ragged, packed_k)
+        sources = make_sources(q_view, k_view, v_view, do_view, lse_log2, dpsum, products, layouts, plan)
+        scores = Scores(softcap, philox, keep_from, keep_scale)
+        grid = call.tiles()
+        if ctas > 0:
+            grid = cutlass.min(grid, ctas)
+        self.kernel(call, scores, sources, targets, products, layouts).launch(
+            grid=[grid, 1, 1], block=[THREADS, 1, 1], cluster=[1, 1, 1], stream=stream, min_blocks_per_mp=1
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        call: Call,
+        scores: Scores,
+        sources: Sources,
+        targets: Targets,
+        products: Products,
+        layouts: Layouts,
+    ):
+        """One CTA: allocate, start the roles, free."""
+        plan, dtype = self.static.plan, self.static.dtype
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        memory = cutlass.memory.SmemAllocator()
+        barriers = make_barriers(memory, plan)
+        address = memory.allocate_array(cutlass.Int32, 1)
+        shared = make_shared(memory, dtype, plan, layouts)
+        if warp == context.MMA_WARP:
+            cute.arch.alloc_tmem(plan.tmem_columns, address)
+            cute.arch.relinquish_tmem_alloc_permit()
+        if cute.arch.thread_idx()[0] == 0:
+            init_barriers(barriers, plan)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        tmem = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, address)
+        accumulators = make_accumulators(tmem, dtype, plan, products)
+        ctx = Context(self.static, call, scores, sources, targets, products, shared, barriers, accumulators, tmem)
+        if warp < context.COMPUTE_WARP:
+            cute.arch.setmaxregister_increase(plan.reduce_registers)
+            reduce(ctx)
+        elif warp < context.MMA_WARP:
+            cute.arch.setmaxregister_increase(plan.compute_registers)
+            compute(ctx)
+        else:
+            cute.arch.setmaxregister_decrease(plan.other_registers)
+            if warp == context.MMA_WARP:
+                mma(ctx)
+            if warp == context.LOAD_WARP:
+                load(ctx)
+        cute.arch.sync_threads()
+        if warp == context.MMA_WARP:
+            cute.arch.dealloc_tmem(tmem, plan.tmem_columns)
+
+
+def make_sources(q, k, v, do, lse_log2, dpsum, products: Products, layouts: Layouts, plan) -> Sources:
+    """TMA atoms for the operands' boxes."""
+    m, n, d, dv = plan.tile_m, plan.tile_n, plan.head_dim, plan.head_dim_v
+    load_op = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
+    alone = (1, 1, 1, 1)
+
+    def stage(layout):
+        return cute.select(layout, mode=[0, 1, 2])
+
+    atom_a, atom_b = cute.nvgpu.make_tiled_tma_atom_A, cute.nvgpu.make_tiled_tma_atom_B
+    q_atom, q = atom_b(load_op, q, stage(layouts.q), (n, m, d), products.s, alone)
+    k_atom, k = atom_a(load_op, k, stage(layouts.k), (n, m, d), products.s, alone)
+    v_atom, v = atom_a(load_op, v, stage(layouts.v), (n, m, dv), products.dp, alone)
+    do_atom, do = atom_b(load_op, do, stage(layouts.do), (n, m, dv), products.dp, alone)
+    return Sources(q_atom, q, k_atom, k, v_atom, v, do_atom, do, lse_log2, dpsum)
