@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -67,6 +67,11 @@ def _plain(shape: Shape) -> Call:
 
 def _causal(shape: Shape) -> Call:
     return shape.call(causal=True)
+
+
+def _square(shape: Shape) -> Call:
+    """As many queries as keys: what self-attention in training asks for, and what kernels have short cuts for."""
+    return replace(shape, seqlen_k=shape.seqlen_q).call(causal=True)
 
 
 def _window(shape: Shape) -> Call:
@@ -139,6 +144,7 @@ def _together(shape: Shape) -> Call:
 CASES: dict[str, Callable[[Shape], Call]] = {
     "plain": _plain,
     "causal": _causal,
+    "square": _square,
     "window": _window,
     "softcap": _softcap,
     "sink": _sink,
