@@ -14,6 +14,7 @@ import cutlass.cute as cute
 
 from refluent.gpu.device.copies import load_columns, store_columns
 from refluent.gpu.device.numerics import exp2, fma2, mul2, sub2, tanh
+from refluent.gpu.device.philox import kept_queries
 from refluent.gpu.device.pipeline import arrive
 from refluent.gpu.device.work import Tile
 from refluent.gpu.sm100.backward.context import COMPUTE_BARRIER, COMPUTE_WARP, Context
@@ -63,7 +64,7 @@ def compute_step(
         load_columns(ctx.tmem, plan.tmem_s + first + c, COLUMNS, row, p.iterator + c)
     cute.arch.fence_view_async_tmem_load()
     lse = cute.local_tile(ctx.shared.lse[None, bars.lse.stage(step)], (half,), (group,))
-    weights(ctx, tile, m_block * plan.tile_m + first, row, p, packed, lse)
+    kept = weights(ctx, tile, m_block * plan.tile_m + first, row, p, packed, lse)
     arrive(bars.lse.empty_at(step))
     cute.arch.barrier(barrier_id=COMPUTE_BARRIER, number_of_threads=THREADS)  # S has been read: P may go over it
     for c in cutlass.range_constexpr(0, half // 2, COLUMNS // 2):
@@ -78,7 +79,7 @@ def compute_step(
         dp = cute.make_rmem_tensor(cute.make_layout(COLUMNS), cutlass.Float32)
         load_columns(ctx.tmem, plan.tmem_dp + first + c, COLUMNS, row, dp.iterator)
         cute.arch.fence_view_async_tmem_load()
-        grad_scores(p, dp, dpsum, packed, c)
+        grad_scores(ctx, p, dp, dpsum, packed, kept, c)
     arrive(bars.dpsum.empty_at(step))
     cute.arch.barrier(barrier_id=COMPUTE_BARRIER, number_of_threads=THREADS)  # dP has been read: dS may go over it
     for c in cutlass.range_constexpr(0, half // 2, COLUMNS // 2):
@@ -99,45 +100,80 @@ def weights(
     packed: cute.Tensor,
     lse: cute.Tensor,
 ):
-    """Raw scores in p become weights; `packed` gets them in 16 bits for dV (dropped ones zero).
+    """Raw scores in p become weights, and `packed` gets what dV multiplies: the kept weights in 16 bits.
 
     With a score function that is not linear, p leaves multiplied by its derivative: that is all dS still needs.
+    Returns which of the scores dropout keeps, a bit each.
     """
-    call = ctx.call
-    key = tile.n_block * ctx.plan.tile_n + row
-    factor = call.scale * LOG2E
-    if cutlass.const_expr(ctx.static.softcap):
-        factor = ctx.scores.softcap * LOG2E
-        for c in cutlass.range_constexpr(cute.size(p)):
-            p[c] = tanh(p[c] * (call.scale / ctx.scores.softcap))
-    slopes = cute.make_rmem_tensor(p.layout, cutlass.Float32) if ctx.static.softcap else None
-    if cutlass.const_expr(ctx.static.softcap):
-        for c in cutlass.range_constexpr(cute.size(p)):
-            slopes[c] = 1.0 - p[c] * p[c]
-    if not call.window.whole(
-        tile.n_block * ctx.plan.tile_n, first_query, ctx.plan.tile_n, cute.size(p), tile.len_q, tile.len_k
-    ):
-        low, high = call.window.columns(key, first_query, tile.len_q, tile.len_k)
-        for c in cutlass.range_constexpr(cute.size(p)):
-            p[c] = p[c] if c >= low and c <= high else -cutlass.Float32.inf
-    for c in cutlass.range_constexpr(0, cute.size(p), 2):
-        p[c], p[c + 1] = fma2((p[c], p[c + 1]), (factor, factor), (-lse[c], -lse[c + 1]))
-        p[c], p[c + 1] = exp2(p[c]), exp2(p[c + 1])
-    packed.store(p.load().to(ctx.static.dtype))
-    if cutlass.const_expr(ctx.static.softcap):
-        for c in cutlass.range_constexpr(0, cute.size(p), 2):
-            p[c], p[c + 1] = mul2((p[c], p[c + 1]), (slopes[c], slopes[c + 1]))
+    call, static, plan = ctx.call, ctx.static, ctx.plan
+    first_key, columns = tile.n_block * plan.tile_n, cute.size(p)
+    kept = cutlass.Uint64(0)
+    if cutlass.const_expr(static.dropout):
+        stream = tile.batch * call.heads + tile.head
+        kept = kept_queries(ctx.scores.philox, ctx.scores.keep_from, stream, first_query, first_key + row, columns)
+    low, high = call.window.columns(first_key + row, first_query, tile.len_q, tile.len_k)
+    if cutlass.const_expr(not static.softcap):
+        if not call.window.whole(first_key, first_query, plan.tile_n, columns, tile.len_q, tile.len_k):
+            for c in cutlass.range_constexpr(columns):
+                p[c] = p[c] if c >= low and c <= high else -cutlass.Float32.inf
+    for c in cutlass.range_constexpr(0, columns, 2):
+        score, slope = (p[c], p[c + 1]), None
+        factor = call.scale * LOG2E
+        if cutlass.const_expr(static.softcap):
+            score, slope = capped(ctx, score)
+            score = tuple(x if c + e >= low and c + e <= high else -cutlass.Float32.inf for e, x in enumerate(score))
+            factor = ctx.scores.softcap * LOG2E
+        score = fma2(score, (factor, factor), (-lse[c], -lse[c + 1]))
+        weight = exp2(score[0]), exp2(score[1])
+        store_pair(packed, c, kept_part(ctx, weight, kept, c))
+        p[c], p[c + 1] = weight if cutlass.const_expr(slope is None) else mul2(weight, slope)
+    return kept
 
 
 @cute.jit
-def grad_scores(p: cute.Tensor, dp: cute.Tensor, dpsum: cute.Tensor, packed: cute.Tensor, first: cutlass.Constexpr):
-    """dS = P (dP - dPsum) of the columns from `first`, in 16 bits."""
+def capped(ctx: Context, score):
+    """tanh(scale s / softcap) of a pair of raw scores, and its derivative with respect to the scaled score."""
+    inner = ctx.call.scale / ctx.scores.softcap
+    t = tanh(score[0] * inner), tanh(score[1] * inner)
+    return t, (1.0 - t[0] * t[0], 1.0 - t[1] * t[1])
+
+
+@cute.jit
+def kept_part(ctx: Context, pair, kept: cutlass.Uint64, c: cutlass.Constexpr):
+    """A pair of values where dropout keeps their scores, scaled; zeros elsewhere."""
+    if cutlass.const_expr(not ctx.static.dropout):
+        return pair
+    bits = cutlass.Uint32(kept >> cutlass.Uint64(c))
+    factor = ctx.scores.keep_scale
+    first = pair[0] * factor if bits & 1 != 0 else cutlass.Float32(0.0)
+    second = pair[1] * factor if bits & 2 != 0 else cutlass.Float32(0.0)
+    return first, second
+
+
+@cute.jit
+def store_pair(packed: cute.Tensor, c: cutlass.Constexpr, pair):
+    """Two neighbours of `packed`, in its type."""
+    both = cute.make_rmem_tensor(cute.make_layout(2), cutlass.Float32)
+    both[0], both[1] = pair
+    cute.make_tensor(packed.iterator + c, cute.make_layout(2)).store(both.load().to(packed.element_type))
+
+
+@cute.jit
+def grad_scores(
+    ctx: Context,
+    p: cute.Tensor,
+    dp: cute.Tensor,
+    dpsum: cute.Tensor,
+    packed: cute.Tensor,
+    kept: cutlass.Uint64,
+    first: cutlass.Constexpr,
+):
+    """dS = P (dP - dPsum) of the columns from `first`, in 16 bits; dropped scores have dP = 0."""
     for c in cutlass.range_constexpr(0, cute.size(dp), 2):
         x = first + c
-        shifted = sub2((dp[c], dp[c + 1]), (dpsum[x], dpsum[x + 1]))
-        dp[c], dp[c + 1] = mul2((p[x], p[x + 1]), shifted)
-    part = cute.make_tensor(packed.iterator + first, cute.make_layout(cute.size(dp)))
-    part.store(dp.load().to(packed.element_type))
+        arrived = kept_part(ctx, (dp[c], dp[c + 1]), kept, x)
+        shifted = sub2(arrived, (dpsum[x], dpsum[x + 1]))
+        store_pair(packed, x, mul2((p[x], p[x + 1]), shifted))
 
 
 @cute.jit
