@@ -62,7 +62,8 @@ class Order:
         self.found = shadow.finding_list()
         self.next_actor = 1
         self.launches: list[Launch] = []
-        self.semaphores: dict[int, dict[int, np.ndarray]] = {}
+        # What was released at a word of memory, by launch (first actor) and word: rows by cluster.
+        self.semaphores: dict[tuple[int, int], dict[int, np.ndarray]] = {}
 
     # The life of a launch
 
@@ -75,7 +76,8 @@ class Order:
         self.launches.append(launch)
 
     def launch_ends(self, launch: Launch) -> None:
-        self.semaphores.clear()
+        for key in [key for key in self.semaphores if key[0] == launch.clocks.base]:
+            del self.semaphores[key]
 
     def cluster_starts(self, cluster: Cluster) -> None:
         known: LaunchClocks = cluster.launch.clocks
@@ -247,12 +249,13 @@ class Order:
         """A store with memory order, or an atomic, is about to write these words."""
         clock = self.released(warp) if release else warp.groups.get("fenced")
         if clock is not None:
+            base = warp.cta.launch.clocks.base
             for word in words:
-                clock.publish(self.semaphores.setdefault(word, {}))
+                clock.publish(self.semaphores.setdefault((base, word), {}))
 
     def learn(self, warp: MachineWarp, word: int) -> None:
         """What was released at a word of memory happened before."""
-        parts = self.semaphores.get(word)
+        parts = self.semaphores.get((warp.cta.launch.clocks.base, word))
         if parts:
             warp.clocks.learn(parts, warp.cta.launch.total_clusters)
             self.learned(warp)
