@@ -232,7 +232,7 @@ class _Backward:
             if kept is not None:
                 weights = self._buffer("zp", p.shape, self.accum).copy_(p)
                 kept.zero_(self.scorer.by_head(weights))
-            self.products.add(self.dv[number][:, :, inside], rows.do_columns, self._as_product(weights))
+            self._add_rows(self.dv[number][:, :, inside], rows.do_columns, self._as_product(weights))
         if not (self.needs.dq or self.needs.dk or any(self.needs.dcaptured)):
             return
         ds = self._score_gradient(rows, p, tile, kept)
@@ -243,7 +243,21 @@ class _Backward:
         if self.needs.dq:
             self.products.add(rows.dq, ds, self.k_product[:, keys])
         if self.needs.dk:
-            self.products.add(self.dk[number][:, :, inside], rows.q_columns, ds)
+            self._add_rows(self.dk[number][:, :, inside], rows.q_columns, ds)
+
+    def _add_rows(self, acc: Tensor, columns: Tensor, weights: Tensor) -> None:
+        """acc += columns @ weights, summed over a group's stacked rows.
+
+        Wide inputs get one product per query head and a sum over them: one running sum over all heads grows larger on
+        its way and loses several times as much.
+        """
+        group = self.problem.group if self.problem.dtype.itemsize >= 4 else 1
+        if group == 1:
+            self.products.add(acc, columns, weights)
+            return
+        by_head = columns.unflatten(2, (group, -1)).transpose(1, 2).flatten(0, 1)  # (units * group, depth, tm)
+        heads = self.products.fresh("heads", by_head, weights.unflatten(1, (group, -1)).flatten(0, 1))
+        acc.add_(heads.unflatten(0, (-1, group)).sum(1))
 
     def _kept(self, tile: Tile) -> Keep | None:
         """The weights that dropout keeps."""

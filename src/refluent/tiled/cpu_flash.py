@@ -53,6 +53,8 @@ def plan_backward(problem: Problem, segment: Segment, dlse: Tensor | None) -> Ca
     limit = _SHORT if problem.dtype == torch.float32 else _SHORT_16_BIT
     if dlse is not None or (problem.dtype != torch.float64 and _work(problem, segment) >= limit):
         return None
+    if problem.group > 1 and problem.dtype.itemsize >= 4:
+        return None  # it adds a group's heads up in one running sum, which loses too much of wide types
     return _exact(problem, segment)
 
 
