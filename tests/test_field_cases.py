@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import refluent as rf
 from calls import call, expect, judge, leaves
@@ -56,6 +56,19 @@ def test_block_sparse_backward_with_head_sizes_192_and_128():
 
 def test_mask_mod_group_and_blocks_reach_the_backward():
     judge(Case(F32, (140,) * 2, (140,) * 2, 2, 3, 32, 32, mask_mod="sparse", block_mask=("heads", 64, 16, True, True)))
+
+
+def test_full_blocks_skip_their_own_mask_mod_and_no_other_mask():
+    """Lists of another origin than the mask_mod: full blocks are dense whatever it says."""
+    partial, full = torch.eye(3, dtype=torch.int32), torch.ones(3, 3, dtype=torch.int32).triu(1)
+    lists = []
+    for chosen in (partial, full):
+        order = chosen.argsort(descending=True, stable=True).to(torch.int32)
+        lists += [chosen.sum(-1).to(torch.int32)[None, None], order[None, None]]
+    blocks = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=16, mask_mod=lambda b, h, i, j: (i + j) % 3 == 0)
+    built = build(Case(F32, (48,), (48,), 2, 1, 16, 16, window=(40, 20), use_lse=True))
+    built.options["block_mask"] = blocks
+    judge_built(built)
 
 
 @pytest.mark.parametrize("score_mod", [None, "alibi", "minus_inf"])
