@@ -487,6 +487,36 @@ def test_moves_pack_and_unpack() -> None:
     t.run()
 
 
+def test_bytes_pack_and_unpack() -> None:
+    """8-bit registers, as inline assembly for 4-bit formats uses them."""
+    t = Table(17)
+    a, h = values(32, t.rng), values(16, t.rng)
+    text = "mov.b32 {{%b1, %b2, %b3, %b4}}, {a};\n  mov.b32 {d}, {{%b4, %b3, %b2, %b1}}"
+    t.add(text, 32, (a,), lambda x: int.from_bytes(x.to_bytes(4, "little"), "big"))
+    text = "mov.b16 {{%b1, _}}, {a};\n  mov.b16 {d}, {{%b1, %b1}}"
+    t.add(text, 16, (h,), lambda x: (x & 255) * 257)
+    t.run()
+
+
+def test_packing_with_saturation() -> None:
+    t = Table(18)
+    a, b, c = (values(32, t.rng) for _ in range(3))
+
+    def clamp(x: int, kind: str) -> int:
+        bits = int(kind[1:])
+        low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if kind[0] == "s" else (0, (1 << bits) - 1)
+        return max(low, min(high, signed(x, 32))) & ((1 << bits) - 1)
+
+    for kind in ("u16", "s16"):
+        text = f"cvt.pack.sat.{kind}.s32 {{d}}, {{a}}, {{b}}"
+        t.add(text, 32, (a, b), lambda x, y, k=kind: clamp(x, k) << 16 | clamp(y, k))
+    for kind in ("u8", "s8", "u4", "s4", "u2", "s2"):
+        n = int(kind[1:])
+        text = f"cvt.pack.sat.{kind}.s32.b32 {{d}}, {{a}}, {{b}}, {{c}}"
+        t.add(text, 32, (a, b, c), lambda x, y, z, k=kind, n=n: z << 2 * n | clamp(x, k) << n | clamp(y, k))
+    t.run()
+
+
 @pytest.mark.parametrize(
     ("line", "text"),
     [

@@ -196,6 +196,7 @@ def test_absent_members_are_a_fault(line: str) -> None:
   {line}
   st.volatile.b32 [%d1], %r1;
 DONE:
+  st.volatile.b32 [%d1], %r2;
   ret;"""
     code = compiled(body)
     (warp,), _ = code.prepare(1)

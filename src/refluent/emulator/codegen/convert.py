@@ -41,6 +41,9 @@ def deliver(e: Emitter, target: Operand, val: Val, signed: bool) -> None:
 
 @emits("cvt", types=(*INTEGERS, *FLOATS))
 def cvt(e: Emitter, ins: Instruction, mods: Mods) -> None:
+    if mods.flag("pack"):
+        _pack_integers(e, ins, mods)
+        return
     source = mods.last()
     target = mods.last()
     if target in ("f16x2", "bf16x2"):
@@ -93,6 +96,26 @@ def _clamp(e: Emitter, name: str, source: str, target: str) -> str:
             e.library.declare(full, f"declare {kind} @{full}({kind}, {kind})")
             name = e.op(f"call {kind} @{full}({kind} {name}, {kind} splat (i{a} {bound}))")
     return name
+
+
+@emits("cvt", types=("b32",))
+def _pack_integers(e: Emitter, ins: Instruction, mods: Mods) -> None:
+    """cvt.pack.sat: clamp a and b; a above b, above them what was in c (moved up) when there is a c."""
+    mods.maybe("pack")
+    third = mods.flag("b32")
+    if mods.last() != "s32":
+        raise e.refuse("a source other than .s32")
+    target = mods.take(*(("u2", "s2", "u4", "s4", "u8", "s8") if third else ("u16", "s16")))
+    mods.take("sat")
+    operand_count(e, ins, 4 if third else 3)
+    bits = int(target[1:])
+    keep = f"splat (i32 {(1 << bits) - 1})"
+    a, b = (binary(e, "and", 32, _clamp(e, e.bits(e.value(o, 32)), "s32", target), keep) for o in ins.operands[1:3])
+    result = binary(e, "or", 32, binary(e, "shl", 32, a, f"splat (i32 {bits})"), b)
+    if third:
+        up = binary(e, "shl", 32, e.bits(e.value(ins.operands[3], 32)), f"splat (i32 {2 * bits})")
+        result = binary(e, "or", 32, up, result)
+    e.write(ins.operands[0], e.from_bits(result, 32))
 
 
 def _odd_double(e: Emitter, name: str, kind: str) -> str:

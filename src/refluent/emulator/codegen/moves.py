@@ -5,7 +5,7 @@ from __future__ import annotations
 from refluent.emulator.codegen.emitter import Emitter, Val
 from refluent.emulator.codegen.integer import binary, cut, extend, put, width
 from refluent.emulator.codegen.registry import INTEGER, Mods, emits, operand_count
-from refluent.emulator.ptx import Addr, Imm, Instruction, Operand, Reg, Sink, Special, Symbol, Vec
+from refluent.emulator.ptx import Addr, Imm, Instruction, Operand, Reg, Special, Symbol, Vec
 from refluent.emulator.state import CTA_RANK_SHIFT, LOCAL_WINDOW, SHARED_WINDOW
 
 WORD_FIELDS = {
@@ -116,24 +116,47 @@ def source(e: Emitter, operand: Operand, bits: int, is_float: bool) -> Val:
             base = e.bits(symbol(e, name, bits))
             return e.from_bits(binary(e, "add", bits, base, f"splat (i{bits} {offset})"), bits)
         case Vec(items=items):
-            return pack(e, [source(e, item, bits // len(items), False) for item in items])
+            part = bits // len(items)
+            if part == 8:
+                return pack(e, pair_bytes(e, items))
+            return pack(e, [source(e, item, part, False) for item in items])
     raise e.refuse(f"operand {operand}")
 
 
 def pack(e: Emitter, parts: list[Val]) -> Val:
     """Parts, lowest first, as one value."""
     while len(parts) > 1:
-        if parts[0].bits == 8:
-            raise e.refuse("packing of bytes")
         parts = [e.from_halves(parts[i], parts[i + 1]) for i in range(0, len(parts), 2)]
     return parts[0]
 
 
+def pair_bytes(e: Emitter, items: tuple[Operand, ...]) -> list[Val]:
+    """8-bit registers, which live in 16-bit ones, two by two."""
+    bytes_ = []
+    for item in items:
+        if not isinstance(item, Reg) or item.bits != 8:
+            raise e.refuse(f"operand {item} where an 8-bit register is wanted")
+        bytes_.append(binary(e, "and", 16, e.bits(e.read(item)), "splat (i16 255)"))
+    pairs = []
+    for low, high in zip(bytes_[::2], bytes_[1::2]):
+        up = binary(e, "shl", 16, high, "splat (i16 8)")
+        pairs.append(e.from_bits(binary(e, "or", 16, up, low), 16))
+    return pairs
+
+
 def unpack(e: Emitter, val: Val, count: int) -> list[Val]:
+    """Equal parts, lowest first; bytes come as the 16-bit values that hold them."""
     parts = [val]
-    while len(parts) < count:
+    while len(parts) < count and parts[0].bits > 16:
         parts = [half for part in parts for half in e.halves(part)]
-    return parts
+    if len(parts) == count:
+        return parts
+    bytes_ = []
+    for part in parts:
+        bits = e.bits(part)
+        bytes_.append(e.from_bits(binary(e, "and", 16, bits, "splat (i16 255)"), 16))
+        bytes_.append(e.from_bits(binary(e, "lshr", 16, bits, "splat (i16 8)"), 16))
+    return bytes_
 
 
 @emits("mov", types=(*INTEGER, *FLOAT_KINDS, "b128", "pred"))
@@ -142,16 +165,19 @@ def mov(e: Emitter, ins: Instruction, mods: Mods) -> None:
     kind = mods.last()
     target, operand = ins.operands
     if kind == "pred":
+        if operand == Special("%is_explicit_cluster"):
+            flag = e.op(f"icmp ne i32 {e.load_field('is_explicit_cluster')}, 0")
+            e.write(target, e.from_mask(e.op(f"sext i1 {flag} to i32")))
+            return
         e.write(target, e.predicate(operand))
         return
     bits = 32 if kind.endswith("x2") else int(kind.lstrip("abcdefsu"))
     if isinstance(target, Vec):
-        live = target.items
-        if bits == 32 and len(live) == 4:
-            raise e.refuse("unpacking to bytes")
-        for item, part in zip(live, unpack(e, source(e, operand, bits, False), len(live))):
-            if not isinstance(item, Sink):
-                e.write(item, part)
+        wanted = bits // len(target.items)
+        for item, part in zip(target.items, unpack(e, source(e, operand, bits, False), len(target.items))):
+            if isinstance(item, Reg) and item.bits != wanted:
+                raise e.refuse(f"{item.bits}-bit register {item.name} for {wanted} bits")
+            e.write(item, part)
         return
     e.write(target, source(e, operand, bits, kind in FLOAT_KINDS))
 
