@@ -1,0 +1,1 @@
+"""Tensors -> kernel arguments, compile cache, streams."""

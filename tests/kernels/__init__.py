@@ -1,0 +1,1 @@
+"""Our kernels in the emulator, against float64."""
