@@ -1,4 +1,4 @@
-"""The command line: refluent demo | doctor | check | bench.
+"""The command line: refluent demo | doctor | check | bench | emulate.
 
 Each command imports what it needs when it runs, and returns its exit code: 0 done, 1 a check failed, 2 wrong usage,
 130 interrupted.
@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_check(commands)
     _add_bench(commands)
+    _add_emulate(commands)
     return parser
 
 
@@ -145,6 +146,27 @@ def _check(arguments: argparse.Namespace) -> int:
     return check.run(
         arguments.backend, arguments.device, arguments.dtype, arguments.head_dim, arguments.case, arguments.seed
     )
+
+
+def _add_emulate(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "emulate",
+        help="run a script of CuTe DSL kernels on an emulated GPU",
+        description="Runs a Python script with a chip emulated on this CPU: CuTe DSL kernels that it compiles run "
+        "there, CPU tensors stand for GPU tensors. Prints every launch and what the checks found. Exit code 1 if a "
+        "check found something or the script failed.",
+    )
+    from refluent.emulator import script
+
+    script.add_arguments(parser)
+    parser.set_defaults(command=_emulate)
+
+
+def _emulate(arguments: argparse.Namespace) -> int:
+    _require("numba", "llvmlite", "cutlass", extra="emulator")
+    from refluent.emulator import script
+
+    return script.run(arguments)
 
 
 def _add_bench(commands: Commands) -> None:

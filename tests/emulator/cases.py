@@ -6,23 +6,42 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
+import cutlass.cute as cute
 import numpy as np
 import torch
 from cutlass.cute.runtime import from_dlpack
 
 from emulator.kernels import bulk, clusters, elementwise, fragments, gemm_sm90, gemm_sm100, reductions, scheduling, tma
+from refluent.emulator import cudart
 
 BOTH = ("sm_90a", "sm_100a")
+
+
+_compiled: dict[tuple[str, str, str], Callable] = {}
+_running = ""
 
 
 @dataclass(frozen=True)
 class Case:
     name: str
     arches: tuple[str, ...]
-    run: Callable[[], None]
+    body: Callable[[], None]
+
+    def run(self):
+        global _running
+        _running = self.name
+        self.body()
 
 
 CASES: list[Case] = []
+
+
+def launch(function, *arguments, static=()):
+    """Call a @cute.jit function; compiled once for each case and architecture. `static`: its Constexpr arguments."""
+    key = (_running, getattr(function, "__qualname__", ""), cudart.active().arch)
+    if key not in _compiled:
+        _compiled[key] = cute.compile(function, *arguments, *static)
+    _compiled[key](*arguments)
 
 
 def case(*arches: str, **variants: dict) -> Callable:
@@ -53,28 +72,28 @@ def close(got, expected, tolerance):
 def axpy():
     x, y = torch.randn(300), torch.randn(300)
     expected = 2.0 * x + y
-    elementwise.axpy(on_gpu(x), on_gpu(y), 2.0, 300)
+    launch(elementwise.axpy, on_gpu(x), on_gpu(y), 2.0, 300)
     close(y, expected, 1e-6)
 
 
 @case()
 def row_sums():
     x, sums = torch.randn(6, 300), torch.empty(6)
-    reductions.row_sums(on_gpu(x), on_gpu(sums))
+    launch(reductions.row_sums, on_gpu(x), on_gpu(sums))
     close(sums, x.double().sum(1), 1e-4)
 
 
 @case()
 def total():
     x, result = torch.randn(6, 300), torch.zeros(1)
-    reductions.total(on_gpu(x), on_gpu(result))
+    launch(reductions.total, on_gpu(x), on_gpu(result))
     close(result, x.double().sum()[None], 1e-4)
 
 
 @case()
 def ordered_total():
     x, result, turn = torch.randn(6, 128), torch.zeros(1), torch.zeros(1, dtype=torch.int32)
-    reductions.ordered_total(on_gpu(x), on_gpu(result), on_gpu(turn))
+    launch(reductions.ordered_total, on_gpu(x), on_gpu(result), on_gpu(turn))
     close(result, x.double().sum()[None], 1e-4)
     assert turn.item() == 6
 
@@ -82,14 +101,14 @@ def ordered_total():
 @case()
 def bulk_copies():
     x, y = torch.randn(4 * bulk.TILE), torch.empty(4 * bulk.TILE)
-    bulk.double(on_gpu(x), on_gpu(y))
+    launch(bulk.double, on_gpu(x), on_gpu(y))
     same(y, 2 * x)
 
 
 @case()
 def bulk_reduce_in_turns():
     x, sums, turn = torch.randn(5, bulk.TILE), torch.zeros(bulk.TILE), torch.zeros(1, dtype=torch.int32)
-    bulk.accumulate(on_gpu(x), on_gpu(sums), on_gpu(turn))
+    launch(bulk.accumulate, on_gpu(x), on_gpu(sums), on_gpu(turn))
     expected = torch.zeros(bulk.TILE)
     for row in x:
         expected += row
@@ -99,14 +118,14 @@ def bulk_reduce_in_turns():
 @case()
 def cp_async():
     x, y = torch.randn(5 * 512), torch.empty(5 * 512)
-    bulk.reverse_tiles(on_gpu(x), on_gpu(y))
+    launch(bulk.reverse_tiles, on_gpu(x), on_gpu(y))
     same(y.view(5, 512), x.view(5, 512).flip(1))
 
 
 @case(two={"size": 2}, eight={"size": 8})
 def rotate(size):
     x, y = torch.randn(16, clusters.THREADS), torch.empty(16, clusters.THREADS)
-    clusters.rotate(on_gpu(x), on_gpu(y), size)
+    launch(clusters.rotate, on_gpu(x), on_gpu(y), static=(size,))
     same(y, x.view(-1, size, clusters.THREADS).roll(1, 1).view(16, -1))
 
 
@@ -114,14 +133,14 @@ def rotate(size):
 def rotate_async(size):
     x = torch.randint(-(2**31), 2**31 - 1, (8, clusters.THREADS), dtype=torch.int32)
     y = torch.empty_like(x)
-    clusters.rotate_async(on_gpu(x), on_gpu(y), size)
+    launch(clusters.rotate_async, on_gpu(x), on_gpu(y), static=(size,))
     same(y, x.view(-1, size, clusters.THREADS).roll(1, 1).view(8, -1))
 
 
 @case(two={"size": 2}, four={"size": 4})
 def multicast(size):
     x, y = torch.randn(90, 32), torch.empty(size, 32)
-    clusters.Multicast(16, 32, size, 3).sums(on_gpu(x), on_gpu(y))
+    launch(clusters.Multicast(16, 32, size, 3).sums, on_gpu(x), on_gpu(y))
     close(y, x.double().sum(0) * torch.arange(1, size + 1)[:, None], 1e-3)
 
 
@@ -163,7 +182,7 @@ def tma_load(shape, tile, swizzle):
     _, x = spaced(shape)
     expected = tiles_of(x, tile)
     packed = torch.empty_like(expected)
-    tma.TileCopy(tile, swizzle).load(on_gpu(x), on_gpu(packed))
+    launch(tma.TileCopy(tile, swizzle).load, on_gpu(x), on_gpu(packed))
     same(packed, expected)
 
 
@@ -173,7 +192,7 @@ def tma_store(shape, tile, swizzle):
     new = torch.randn(shape)
     expected = space.clone()
     expected[tuple(slice(0, n) for n in shape)] = new
-    tma.TileCopy(tile, swizzle).store(on_gpu(tiles_of(new, tile)), on_gpu(x))
+    launch(tma.TileCopy(tile, swizzle).store, on_gpu(tiles_of(new, tile)), on_gpu(x))
     same(space, expected)
 
 
@@ -183,7 +202,7 @@ def tma_reduce(shape, tile, swizzle):
     new = torch.randn(shape)
     expected = space.clone()
     expected[tuple(slice(0, n) for n in shape)] += new
-    tma.TileCopy(tile, swizzle, reduce=True).store(on_gpu(tiles_of(new, tile)), on_gpu(x))
+    launch(tma.TileCopy(tile, swizzle, reduce=True).store, on_gpu(tiles_of(new, tile)), on_gpu(x))
     same(space, expected)
 
 
@@ -191,7 +210,7 @@ def gemm(kernel, m, n, k, dtype=torch.bfloat16, a_major="k", b_major="k"):
     a = torch.randn(m, k).to(dtype) if a_major == "k" else torch.randn(k, m).to(dtype).t()
     b = torch.randn(n, k).to(dtype) if b_major == "k" else torch.randn(k, n).to(dtype).t()
     c = torch.full((m + 1, n), -7.0)
-    kernel(on_gpu(a), on_gpu(b), on_gpu(c[:m]))
+    launch(kernel, on_gpu(a), on_gpu(b), on_gpu(c[:m]))
     close(c[:m], a.double() @ b.double().t(), 1e-4 * k**0.5)
     assert (c[m] == -7.0).all()
 
@@ -223,14 +242,14 @@ def tcgen05_gemm(tile, sizes, pair=False, **options):
 @case()
 def persistent():
     x, y, counter = torch.randn(11, 100), torch.empty(11, 100), torch.zeros(1, dtype=torch.int32)
-    scheduling.persistent(on_gpu(x), on_gpu(y), on_gpu(counter), 3)
+    launch(scheduling.persistent, on_gpu(x), on_gpu(y), on_gpu(counter), static=(3,))
     same(y, x * x)
 
 
 @case("sm_100a")
 def cancelling():
     x, y, rows_done = torch.randn(19, 100), torch.empty(19, 100), torch.zeros(19, dtype=torch.int32)
-    scheduling.cancelling(on_gpu(x), on_gpu(y), on_gpu(rows_done))
+    launch(scheduling.cancelling, on_gpu(x), on_gpu(y), on_gpu(rows_done))
     same(y, x * x)
     assert rows_done.sum() == 19
 
@@ -238,7 +257,7 @@ def cancelling():
 @case()
 def dependent():
     x, y, z = torch.randn(6, 100), torch.empty(6, 100), torch.empty(6, 100)
-    scheduling.dependent(on_gpu(x), on_gpu(y), on_gpu(z))
+    launch(scheduling.dependent, on_gpu(x), on_gpu(y), on_gpu(z))
     same(y, x * x)
     same(z, (x * x).flip(0) + 1)
 
@@ -246,5 +265,5 @@ def dependent():
 @case()
 def warp_mma():
     a, b, c = torch.randn(16, 16).half(), torch.randn(8, 16).half(), torch.empty(16, 8).half()
-    fragments.product(on_gpu(a), on_gpu(b), on_gpu(c))
+    launch(fragments.product, on_gpu(a), on_gpu(b), on_gpu(c))
     close(c, a.double() @ b.double().t(), 0.02)

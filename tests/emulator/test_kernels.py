@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
 
-from emulator.cases import CASES  # noqa: E402
-from refluent import emulator  # noqa: E402
+from emulator.cases import CASES
+from refluent import emulator
 
 pytestmark = pytest.mark.emulator
 SCHEDULES = [("fair", 0), ("early", 0), ("late", 0), *(("random", seed) for seed in range(17))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +127,7 @@ class Gpu:
         """Write what each warp did: timeline.json (Perfetto) and timeline.svg. Needs gpu(..., trace=True)."""
         if self.machine.trace is None:
             raise EmulatorError("nothing was traced: use emulator.gpu(..., trace=True)")
-        self.machine.trace.write(folder)
+        self.machine.trace.write(Path(folder))
 
     def hand_in(self, value: Any) -> None:
         """Name a tensor or array whose memory kernels will reach through raw pointers."""

@@ -293,7 +293,7 @@ _REFUSED = (
 
 def _symbols() -> dict[str, Any]:
     """name -> ctypes callback. Made once: the host code of every compiled function points at them."""
-    table = {}
+    table: dict[str, Any] = {}
     for name, (function, types) in _SYMBOLS.items():
         table[name] = ctypes.CFUNCTYPE(_I, *types)(_guarded(name, function))
     for name in _REFUSED:

@@ -314,7 +314,7 @@ def _install_tvm_ffi(session: Session, patches: Patches) -> None:
         self._emulated_arch = session.arch
         packed = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.engine.raw_lookup("__tvm_ffi_" + self.function_name))
         entry = _tvm_entry(packed, session.arch)
-        address = ctypes.cast(entry, ctypes.c_void_p).value
+        address = ctypes.cast(entry, ctypes.c_void_p).value or 0
         return tvm_ffi.Function.__from_extern_c__(address, keep_alive_object=(self.engine, entry))
 
     def calling(original: Any) -> Any:

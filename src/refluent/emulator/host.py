@@ -41,9 +41,9 @@ def remember_callers() -> None:
     frame = sys._getframe(1)
     while frame is not None:
         cached = frame.f_globals.get(frame.f_code.co_name)
-        if hasattr(cached, "cache_clear") and getattr(cached, "__wrapped__", None) is not None:
-            if getattr(cached.__wrapped__, "__code__", None) is frame.f_code:
-                _caches[id(cached)] = cached
+        wrapped = getattr(cached, "__wrapped__", None)
+        if hasattr(cached, "cache_clear") and getattr(wrapped, "__code__", None) is frame.f_code:
+            _caches[id(cached)] = cached
         frame = frame.f_back  # type: ignore[assignment]
 
 
@@ -100,7 +100,8 @@ def _install_tensors(handed: HandedIn, patches: Patches) -> None:
     patches.set(torch.Tensor, "pin_memory", lambda self, *args: self)
     patches.set(torch.Tensor, "numpy", _escaping(handed, _base.numpy))
     patches.set(torch.Tensor, "__array__", _escaping(handed, torch.Tensor.__array__))
-    patches.set(torch.Tensor, "data", property(_escaping(handed, _base.data.__get__), _base.data.__set__))
+    data: Any = _base.data  # a descriptor
+    patches.set(torch.Tensor, "data", property(_escaping(handed, data.__get__), data.__set__))
 
 
 def _escaping(handed: HandedIn, original: Callable[..., Any]) -> Callable[..., Any]:
