@@ -56,4 +56,4 @@ class Side:
 
 def workspace_blocks(batch: int, seqlen: int, tokens: int, tile: int, packed: bool) -> int:
     """Blocks that a workspace needs so that block_offset + blocks of every sequence lie inside (host side)."""
-    return tokens // tile + batch if packed else batch * -(-seqlen // tile)
+    return tokens // tile + batch if packed else batch * ((seqlen + tile - 1) // tile)

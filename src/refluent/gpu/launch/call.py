@@ -1,0 +1,178 @@
+"""One backward on a GPU, or on the emulated one whose context is open: torch's tensors in, gradients out."""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refluent.gpu.device.seqlen import workspace_blocks
+from refluent.gpu.launch.compiled import compiled_backward
+from refluent.gpu.launch.variant import Variant, variant_of
+from refluent.gpu.launch.workspace import Extents, sections
+from refluent.problem import Gradients, Inputs, Needs, Problem
+
+VECTOR = 8  # 16-bit elements: what strides have to be multiples of
+OPEN = 1 << 29  # keys: more than a sequence has, and sums of two with a position stay 32-bit
+
+
+def backward(
+    problem: Problem,
+    inputs: Inputs,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    needs: Needs,
+    *,
+    ctas: int = 0,
+) -> Gradients:
+    """The gradients of a call that the backend supports. `ctas`: of the main kernel's grid at most, 0: one a tile."""
+    if _nothing_to_do(problem, inputs):
+        return _empty(problem, inputs, lse, dlse, needs)
+    variant = variant_of(problem, inputs, target(inputs.q.device), dlse is not None)
+    q, k, v, o, do = (fit(tensor) for tensor in (inputs.q, inputs.k, inputs.v, o, do))
+    dq = _output(q, cleared=problem.varlen_q)
+    whole = problem.varlen_k or (problem.has_seqused_k and variant.group == 1)
+    dk, dv = (_output(tensor, cleared=whole) for tensor in (k, v))
+    sink = None if inputs.sink is None else inputs.sink.contiguous()
+    dsink = None if sink is None else torch.empty_like(sink)
+    workspace = q.new_empty(_workspace_elements(variant, problem, q, k), dtype=torch.float32)
+    compiled_backward(variant)(
+        q,
+        k,
+        v,
+        o,
+        do,
+        lse,
+        dlse,
+        sink,
+        inputs.cu_seqlens_q,
+        inputs.cu_seqlens_k,
+        inputs.seqused_q,
+        inputs.seqused_k,
+        inputs.philox,
+        workspace,
+        dq,
+        dk,
+        dv,
+        dsink,
+        *_numbers(problem),
+        ctas,
+    )
+    return Gradients(
+        dq if needs.dq else None,
+        dk if needs.dk else None,
+        dv if needs.dv else None,
+        dsink if needs.dsink else None,
+    )
+
+
+def target(device: torch.device) -> str:
+    """The architecture to compile for: the emulated chip's, or the device's own."""
+    emulated = emulated_target()
+    return _device_target(device.index or 0) if emulated is None else emulated
+
+
+def emulated_target() -> str | None:
+    """The architecture of the emulator's open context, None if there is none."""
+    cudart = sys.modules.get("refluent.emulator.cudart")
+    session = None if cudart is None else cudart.active()
+    return None if session is None else str(session.arch)
+
+
+@lru_cache(maxsize=64)
+def _device_target(index: int) -> str:
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}a"
+
+
+def fit(tensor: Tensor) -> Tensor:
+    """The tensor itself if TMA can read it (last stride 1, the others and the address whole 16 bytes), else a copy.
+
+    A stride of 0 is copied too: whether TMA takes it is not documented. Dimensions of size 1 have no stride to speak of.
+    """
+    strides, sizes = tensor.stride(), tensor.shape
+    if strides[-1] == 1 and not tensor.data_ptr() % (2 * VECTOR):
+        unfit = [n for n, stride in enumerate(strides[:-1]) if stride % VECTOR or stride < VECTOR]
+        if not unfit:
+            return tensor
+        if all(sizes[n] == 1 for n in unfit):
+            return tensor.as_strided(sizes, [VECTOR if n in unfit else stride for n, stride in enumerate(strides)])
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _output(like: Tensor, cleared: bool) -> Tensor:
+    """A contiguous gradient; cleared where it has rows that no kernel writes."""
+    return like.new_zeros(like.shape) if cleared else like.new_empty(like.shape)
+
+
+def _nothing_to_do(problem: Problem, inputs: Inputs) -> bool:
+    return 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, inputs.q.shape[0], inputs.k.shape[0])
+
+
+def _empty(problem: Problem, inputs: Inputs, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Gradients:
+    """Without queries or keys every gradient is zero, but a sink's: rows that see it alone add their dlse."""
+    dsink = None
+    if inputs.sink is not None and needs.dsink:
+        dsink = torch.zeros_like(inputs.sink)
+        if dlse is not None and dlse.numel():
+            rows = dlse.masked_fill(lse == -torch.inf, 0.0)
+            dsink += rows.sum(1) if problem.varlen_q else rows.sum((0, 2))
+    dq, dk, dv = (
+        torch.zeros_like(tensor) if need else None
+        for tensor, need in ((inputs.q, needs.dq), (inputs.k, needs.dk), (inputs.v, needs.dv))
+    )
+    return Gradients(dq, dk, dv, dsink)
+
+
+def _workspace_elements(variant: Variant, problem: Problem, q: Tensor, k: Tensor) -> int:
+    return _cached_elements(
+        variant,
+        problem.batch,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        q.shape[0] if problem.varlen_q else problem.seqlen_q,
+        k.shape[0] if problem.varlen_k else problem.seqlen_k,
+        problem.heads_q,
+        problem.heads_kv,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _cached_elements(
+    variant: Variant, batch: int, seqlen_q: int, seqlen_k: int, tokens_q: int, tokens_k: int, heads: int, heads_kv: int
+) -> int:
+    plan = variant.plan
+    m_blocks = workspace_blocks(batch, seqlen_q, tokens_q, plan.tile_m, variant.packed_q)
+    n_blocks = workspace_blocks(batch, seqlen_k, tokens_k, plan.tile_n, variant.packed_k)
+    return int(sections(variant, Extents(heads, heads_kv, m_blocks, n_blocks)).total)
+
+
+@lru_cache(maxsize=1024)
+def _numbers(problem: Problem) -> tuple[Any, ...]:
+    """batch, seqlen_q, seqlen_k, left, right, scale, softcap, keep_from, keep_scale."""
+    options = problem.options
+    left, right = options.window
+    if options.causal:
+        right = 0 if right is None else min(right, 0)
+    keep_from, keep_scale = dropout_numbers(options.dropout_p)
+    return (
+        problem.batch,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        OPEN if left is None else min(left, OPEN),
+        OPEN if right is None else min(right, OPEN),
+        problem.scale,
+        options.softcap,
+        keep_from,
+        keep_scale,
+    )
+
+
+def dropout_numbers(dropout_p: float) -> tuple[int, float]:
+    """The smallest 32-bit word that keeps an element, and what kept ones are multiplied by."""
+    return min(round(dropout_p * 2**32), 2**32 - 1), 1.0 / (1.0 - dropout_p)

@@ -1,0 +1,216 @@
+"""The host function of one variant, compiled: delta, main kernel and convert from one call with torch's tensors."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+
+from refluent.gpu.convert import Convert
+from refluent.gpu.delta import Delta, DeltaTensors
+from refluent.gpu.device.seqlen import Side, workspace_blocks
+from refluent.gpu.launch import fakes
+from refluent.gpu.launch.variant import Variant
+from refluent.gpu.launch.workspace import ALIGN, Extents, Sections, sections
+from refluent.gpu.plans.sm100 import REDUCE_COLUMNS
+from refluent.gpu.sm100.backward.context import Static, Targets
+from refluent.gpu.sm100.backward.epilogue import COLUMNS
+from refluent.gpu.sm100.backward.kernel import Backward
+
+
+class BackwardEntry:
+    """Launches every kernel of a backward on one stream."""
+
+    def __init__(self, variant: Variant):
+        self.variant = variant
+        self.plan = plan = variant.plan
+        self.delta = Delta(plan.tile_m, plan.head_dim_v)
+        self.main = Backward(
+            Static(fakes.TYPES[variant.dtype], plan, variant.softcap, variant.dropout, variant.deterministic),
+            variant.group,
+            variant.has_left,
+            variant.has_right,
+        )
+        self.convert_dq = Convert(plan.tile_m, plan.head_dim)
+        self.convert_dk = Convert(plan.tile_n, plan.head_dim)
+        self.convert_dv = Convert(plan.tile_n, plan.head_dim_v)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # (b, sq, h, d), or packed (tq, h, d)
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        do: cute.Tensor,
+        lse: cute.Tensor,  # (b, h, sq), or (h, tq)
+        dlse: cute.Tensor | None,
+        sink: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        philox: cute.Tensor | None,
+        workspace: cute.Tensor,  # see workspace.py
+        dq: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        dsink: cute.Tensor | None,
+        batch: cutlass.Int32,
+        seqlen_q: cutlass.Int32,
+        seqlen_k: cutlass.Int32,
+        left: cutlass.Int32,
+        right: cutlass.Int32,
+        scale: cutlass.Float32,
+        softcap: cutlass.Float32,
+        keep_from: cutlass.Uint32,
+        keep_scale: cutlass.Float32,
+        ctas: cutlass.Int32,
+        stream,
+    ):
+        variant, plan = self.variant, self.plan
+        queries = side(q, cu_seqlens_q, seqused_q, seqlen_q)
+        keys = side(k, cu_seqlens_k, seqused_k, seqlen_k)
+        extents = Extents(
+            cutlass.Int64(q.shape[cute.rank(q) - 2]),
+            cutlass.Int64(k.shape[cute.rank(k) - 2]),
+            cutlass.Int64(workspace_blocks(batch, seqlen_q, queries.tokens, plan.tile_m, variant.packed_q)),
+            cutlass.Int64(workspace_blocks(batch, seqlen_k, keys.tokens, plan.tile_n, variant.packed_k)),
+        )
+        views = Views(workspace, variant, extents, sections(variant, extents))
+        lse_log2, dpsum = views.statistic(views.at.lse_log2), views.statistic(views.at.dpsum)
+        tensors = DeltaTensors(o, do, lse, dlse, sink, lse_log2, dpsum, views.clear(), views.dsink(), dsink)
+        heads, m_blocks = cutlass.Int32(extents.heads), cutlass.Int32(extents.m_blocks)
+        self.delta(tensors, queries, heads, batch, m_blocks, stream)
+        self.main(
+            q,
+            k,
+            v,
+            do,
+            lse_log2,
+            dpsum,
+            views.targets(dk, dv),
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_q,
+            seqused_k,
+            philox,
+            batch,
+            seqlen_q,
+            seqlen_k,
+            left,
+            right,
+            scale,
+            softcap,
+            keep_from,
+            keep_scale,
+            ctas,
+            stream,
+        )
+        self.convert_dq(views.dq(4), dq, queries, scale, batch, stream)
+        if cutlass.const_expr(variant.group > 1):
+            self.convert_dk(views.dk(4), dk, keys, scale, batch, stream)
+            self.convert_dv(views.dv(4), dv, keys, cutlass.Float32(1.0), batch, stream)
+
+
+def side(tensor: cute.Tensor, cu_seqlens, seqused, seqlen) -> Side:
+    tokens = seqlen if cu_seqlens is None else tensor.shape[0]
+    return Side(cu_seqlens, seqused, seqlen, tokens)
+
+
+class Views:
+    """The workspace's sections as tensors. Outer strides are 64-bit; every section starts at 64 bytes."""
+
+    def __init__(self, workspace: cute.Tensor, variant: Variant, extents: Extents, at: Sections):
+        self.base, self.variant, self.plan = workspace.iterator, variant, variant.plan
+        self.extents, self.at = extents, at
+
+    def _tensor(self, start, shape, stride) -> cute.Tensor:
+        pointer = (self.base + cute.assume(start, divby=ALIGN)).align(ALIGN * 4)
+        return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
+
+    def clear(self) -> cute.Tensor:
+        return self._tensor(cutlass.Int64(0), (4, self.at.cleared // 4), (1, cutlass.Int64(4)))
+
+    def statistic(self, start) -> cute.Tensor:
+        """(heads, rows)"""
+        rows = cute.assume(self.extents.m_blocks * self.plan.tile_m, divby=self.plan.tile_m)
+        return self._tensor(start, (cutlass.Int32(self.extents.heads), rows), (rows, 1))
+
+    def dsink(self) -> cute.Tensor | None:
+        """(heads, m_blocks)"""
+        if not self.variant.sink:
+            return None
+        blocks = self.extents.m_blocks
+        return self._tensor(self.at.dsink, (cutlass.Int32(self.extents.heads), cutlass.Int32(blocks)), (blocks, 1))
+
+    def _accumulator(self, start, heads, blocks, tile: int, width: int, columns: int) -> cute.Tensor:
+        """(heads, blocks, width / columns, columns / 4, tile, 4), or without the fourth mode if columns is 4."""
+        block = cute.assume(cutlass.Int64(tile * width), divby=ALIGN)
+        shape = [cutlass.Int32(heads), cutlass.Int32(blocks), width // columns, columns // 4, tile, 4]
+        stride = [cute.assume(blocks * (tile * width), divby=ALIGN), block, tile * columns, tile * 4, 4, 1]
+        if columns == 4:
+            del shape[3], stride[3]
+        return self._tensor(start, tuple(shape), tuple(stride))
+
+    def dq(self, columns: int) -> cute.Tensor:
+        e, plan = self.extents, self.plan
+        return self._accumulator(self.at.dq, e.heads, e.m_blocks, plan.tile_m, plan.head_dim, columns)
+
+    def dk(self, columns: int) -> cute.Tensor:
+        e, plan = self.extents, self.plan
+        return self._accumulator(self.at.dk, e.heads_kv, e.n_blocks, plan.tile_n, plan.head_dim, columns)
+
+    def dv(self, columns: int) -> cute.Tensor:
+        e, plan = self.extents, self.plan
+        return self._accumulator(self.at.dv, e.heads_kv, e.n_blocks, plan.tile_n, plan.head_dim_v, columns)
+
+    def _turns(self, start, heads, count) -> cute.Tensor:
+        turns = self._tensor(start, (cutlass.Int32(heads), cutlass.Int32(count)), (count, 1))
+        return cute.make_tensor(cute.recast_ptr(turns.iterator, dtype=cutlass.Int32), turns.layout)
+
+    def targets(self, dk: cute.Tensor, dv: cute.Tensor) -> Targets:
+        """Where the main kernel's gradients go."""
+        grouped, ordered, e = self.variant.group > 1, self.variant.deterministic, self.extents
+        return Targets(
+            dq=self.dq(REDUCE_COLUMNS),
+            dk=None if grouped else dk,
+            dv=None if grouped else dv,
+            dk_accum=self.dk(COLUMNS) if grouped else None,
+            dv_accum=self.dv(COLUMNS) if grouped else None,
+            dq_turn=self._turns(self.at.dq_turn, e.heads, e.m_blocks) if ordered else None,
+            dkv_turn=self._turns(self.at.dkv_turn, e.heads_kv, e.n_blocks * 2) if ordered and grouped else None,
+        )
+
+
+def compile_backward(variant: Variant):
+    """The variant's host function for torch's tensors, compiled for its architecture."""
+    kind = fakes.TYPES[variant.dtype]
+    integers = [cutlass.Int32(0) for _ in range(5)]
+    sink = fakes.TYPES[variant.sink] if variant.sink else None
+    indices = [variant.packed_q, variant.packed_k, variant.used_q, variant.used_k]
+    return cute.compile(
+        BackwardEntry(variant),
+        fakes.operand(kind, variant.packed_q),
+        fakes.operand(kind, variant.packed_k),
+        fakes.operand(kind, variant.packed_k),
+        fakes.operand(kind, variant.packed_q),
+        fakes.operand(kind, variant.packed_q),
+        fakes.statistic(variant.packed_q),
+        fakes.statistic(variant.packed_q) if variant.dlse else None,
+        fakes.vector(sink) if sink else None,
+        *(fakes.vector(cutlass.Int32) if there else None for there in indices),
+        fakes.vector(cutlass.Int64) if variant.dropout else None,
+        fakes.vector(cutlass.Float32, ALIGN * 4),
+        fakes.operand(kind, variant.packed_q),
+        fakes.operand(kind, variant.packed_k),
+        fakes.operand(kind, variant.packed_k),
+        fakes.vector(sink) if sink else None,
+        *integers,
+        cutlass.Float32(0),
+        cutlass.Float32(0),
+        cutlass.Uint32(0),
+        cutlass.Float32(0),
+        cutlass.Int32(0),
+        fakes.stream(),
+        options=f"{fakes.TVM_FFI} --gpu-arch {variant.arch}",
+    )

@@ -1,0 +1,78 @@
+"""What a compiled backward depends on, and nothing else: never a length, a batch size, a head count or the scale."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from refluent.gpu.plans.sm100 import BackwardPlan, backward_plan
+from refluent.problem import Inputs, Problem
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The static facts of a call. Head dimensions are the true ones' plan; `sink` is its type's name, or ""."""
+
+    arch: str  # the target, as "sm_100a"
+    dtype: str  # "bfloat16" or "float16"
+    head_dim: int  # padded to a plan's
+    head_dim_v: int
+    group: int = 1  # query heads a key head
+    has_left: bool = False  # the window's left side is closed
+    has_right: bool = False
+    packed_q: bool = False
+    packed_k: bool = False
+    used_q: bool = False
+    used_k: bool = False
+    softcap: bool = False
+    dropout: bool = False
+    deterministic: bool = False
+    dlse: bool = False
+    sink: str = ""
+
+    @property
+    def plan(self) -> BackwardPlan:
+        plan = backward_plan(self.head_dim, self.head_dim_v)
+        assert plan is not None  # supports() looked
+        return plan
+
+    @property
+    def name(self) -> str:
+        """Its facts in a line, defaults left out."""
+        facts = asdict(self)
+        window = [side for side in ("left", "right") if facts.pop(f"has_{side}")]
+        head = f"backward {facts.pop('arch')} {facts.pop('dtype')} {facts.pop('head_dim')}/{facts.pop('head_dim_v')}"
+        group = facts.pop("group")
+        more = [f"group {group}"] if group > 1 else []
+        more += [f"window {' and '.join(window)}"] if window else []
+        more += [f"sink {facts.pop('sink')}"] if facts["sink"] else []
+        more += [name.replace("_", " ") for name, value in facts.items() if value]
+        return ", ".join([head, *more])
+
+
+def variant_of(problem: Problem, inputs: Inputs, arch: str, dlse: bool) -> Variant:
+    """The variant that serves a call on `arch`."""
+    plan = backward_plan(problem.head_dim, problem.head_dim_v)
+    assert plan is not None  # supports() looked
+    left, right = problem.options.window
+    return Variant(
+        arch=arch,
+        dtype=_name(problem.dtype),
+        head_dim=plan.head_dim,
+        head_dim_v=plan.head_dim_v,
+        group=problem.group,
+        has_left=left is not None,
+        has_right=right is not None or problem.options.causal,
+        packed_q=problem.varlen_q,
+        packed_k=problem.varlen_k,
+        used_q=problem.has_seqused_q,
+        used_k=problem.has_seqused_k,
+        softcap=problem.options.softcap > 0,
+        dropout=problem.options.dropout_p > 0,
+        deterministic=problem.options.deterministic,
+        dlse=dlse,
+        sink="" if inputs.sink is None else _name(inputs.sink.dtype),
+    )
+
+
+def _name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
