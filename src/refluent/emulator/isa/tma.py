@@ -14,12 +14,13 @@ import numpy as np
 from refluent.emulator import tensormap
 from refluent.emulator.isa import CONTINUE, AsyncOp, Handler, Modifiers, Outcome, handles
 from refluent.emulator.isa.bulk import add_to_group, reduce_elements
-from refluent.emulator.isa.mbarrier import complete_tx
+from refluent.emulator.isa.mbarrier import complete_tx, completion
 from refluent.emulator.isa.operand import CHUNK
 from refluent.emulator.isa.registers import lane_value, lanes_of
 from refluent.emulator.isa.tma_box import Region, box_elements, clip, inside, load_box, shared_chunks
 from refluent.emulator.memory import MemoryFault, shared_offset, shared_rank
 from refluent.emulator.ptx import Addr, Composite, Instruction, Kernel, Operand, Vec
+from refluent.emulator.state import CTA_RANK_SHIFT
 from refluent.emulator.tensormap import TensorMap
 
 if TYPE_CHECKING:
@@ -120,6 +121,8 @@ class _Load:
         offset = shared_offset(self.target)
         _check_shared(self.cta, offset, self.box, self.instr)
         first = self.cta.peer((self.ranks & -self.ranks).bit_length() - 1)
+        signal_cta, signal_offset = self._signal(first)
+        completion(self.machine, self.warp, signal_cta.rank << CTA_RANK_SHIFT | signal_offset)
         op = AsyncOp(
             kind="tma load",
             cta=self.cta,
@@ -128,7 +131,7 @@ class _Load:
             perform=lambda: self._perform(op, shared_chunks(offset, self.box.box_bytes, self.box.swizzle)),
             describe=lambda: f"{self.instr.name} of box {self.box.box} at {self.coordinates}",
             nbytes=self.box.box_bytes * self.ranks.bit_count(),
-            channel=self.machine.check.channel_of(*self._signal(first)),
+            channel=self.machine.check.channel_of(signal_cta, signal_offset),
         )
         self.machine.submit(op)
 
