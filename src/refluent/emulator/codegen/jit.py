@@ -34,6 +34,22 @@ _LOCK = threading.Lock()
 _Run = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_uint64)
 
 
+def _digest_sources() -> bytes:
+    """Everything that the generated code depends on in this package."""
+    digest = hashlib.sha256()
+    folder = Path(codegen.__file__).parent
+    for path in [
+        *sorted(folder.glob("*.py")),
+        *(folder.parent / name for name in ("state.py", "ptx.py", "ptx_parser.py")),
+    ]:
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.digest()
+
+
+# Taken at import: later the files may no longer be those that this process runs.
+SOURCE_DIGEST = _digest_sources()
+
+
 @dataclass
 class CompiledKernel:
     """Native code of one kernel. `run(warp.address)` runs a warp until its next event and says why it stopped."""
@@ -74,7 +90,7 @@ def compile_kernel(
     options = options or Options()
     start = time.perf_counter()
     flow = module.analyse(kernel)
-    key = _key(kernel, options)
+    key = _key(kernel, flow, options)
     directory = cache_dir or default_cache()
     data = _read(directory, key) if use_cache else None
     cached = data is not None
@@ -132,26 +148,15 @@ def default_cache() -> Path:
     return Path(base) / "refluent" / "emulator"
 
 
-@cache
-def _source_digest() -> bytes:
-    """Everything that the generated code depends on in this package."""
-    digest = hashlib.sha256()
-    folder = Path(codegen.__file__).parent
-    for path in [
-        *sorted(folder.glob("*.py")),
-        *(folder.parent / name for name in ("state.py", "ptx.py", "ptx_parser.py")),
-    ]:
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.digest()
-
-
-def _key(kernel: Kernel, options: Options) -> str:
+def _key(kernel: Kernel, flow: Flow, options: Options) -> str:
     _, cpu, features = _target()
-    digest = hashlib.sha256(_source_digest())
+    digest = hashlib.sha256(SOURCE_DIGEST)
     facts = (llvm.llvm_version_info, cpu, features, OPT_LEVEL, sorted(vars(options).items()), kernel.target)
     digest.update(repr(facts).encode())
     for variable in kernel.variables.values():
         digest.update(repr((variable.name, variable.space, variable.offset, variable.index, variable.size)).encode())
+    for block in flow.blocks:
+        digest.update(repr((block.start, block.targets, block.follows, block.reconvergence, block.live_out)).encode())
     digest.update(kernel.digest_text.encode())
     return digest.hexdigest()
 
