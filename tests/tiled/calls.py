@@ -123,6 +123,6 @@ def check_exactly(
     tensors = got.tensors()
     assert tensors.keys() == expected.keys()
     for name, value in tensors.items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-11, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(value, expected[name], rtol=1e-11, atol=1e-12, msg=name)
     assert not tensors["dk"][~forward.reached].any()
     assert not tensors["dv"][~forward.reached].any()
