@@ -255,6 +255,7 @@ CASES = [
         "race",
     ),
     Case("wait that does not acquire", REMOTE, ("parity.acquire.cluster", "parity.relaxed.cluster"), "race"),
+    Case("same value written by all", EXCHANGE, ("st.shared.b32 [%r1], 0;", "st.global.b32 [%d0+1024], 7;"), "rewrite"),
     # between lanes of a warp
     Case(
         "lanes exchange without a barrier",
@@ -644,7 +645,7 @@ def test_chosen_checks_only():
         gpu.launch(request(kernel(case.broken()), out, shared=4096))
         gpu.synchronize()
         assert expected is None or kinds(gpu.report) == expected
-    with pytest.raises(ValueError, match="checks: everything not among race, lanes, proxy"):
+    with pytest.raises(ValueError, match="checks: everything not among race, rewrite, lanes, proxy"):
         machine(checks="everything")
     with pytest.raises(ValueError, match="schedule must be one of fair, random, late, early"):
         machine(schedule="lucky")

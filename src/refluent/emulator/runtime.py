@@ -193,6 +193,21 @@ def _agreeing_store(
 
 
 @njit(cache=True)
+def _mark_rewrite(context: int, who: int, found: int, data: int, element: int, count: int, lane: int) -> None:
+    """The lane's store has led to findings: races of writes in which memory holds these very values are named so."""
+    pointer = load64(context + _POINTERS + 8 * lane)
+    for i in range(count):
+        for b in range(element):
+            if load8(data + (32 * i + lane) * element + b) != load8(pointer + i * element + b):
+                return
+    findings = load64(who + 8 * shadow.FINDINGS)
+    for i in range(found, load64(findings)):
+        at = findings + 8 * (shadow.LIST_HEADER + shadow.FINDING_WORDS * i)
+        if load64(at) == shadow.WRITE_WRITE:
+            store64(at, shadow.REWRITE)
+
+
+@njit(cache=True)
 def touch_lanes(
     warp: int, instr: int, mask: int, addresses: int, data: int, element: int, count: int, store: int, kind: int
 ) -> None:
@@ -213,6 +228,7 @@ def touch_lanes(
         if store != 0 and data != 0 and _agreeing_store(record, context, tick, instr, data, element, count, lane):
             continue
         touched = ALL_BYTES if nbytes > 1 else 1 << (address & 1)
+        found = load64(load64(who + 8 * shadow.FINDINGS))
         for granule in range((nbytes + 1) >> 1):
             touch(
                 record + 64 * granule,
@@ -225,6 +241,8 @@ def touch_lanes(
                 address + 2 * granule,
                 0,
             )
+        if store != 0 and data != 0 and found != load64(load64(who + 8 * shadow.FINDINGS)):
+            _mark_rewrite(context, who, found, data, element, count, lane)
 
 
 @njit(cache=True)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from refluent.emulator.cta import CTA
 
 # Kinds that `checks` may name.
-KINDS = ("race", "lanes", "proxy", "uninitialised", "object", "sync")
+KINDS = ("race", "rewrite", "lanes", "proxy", "uninitialised", "object", "sync")
 _KIND = {
     shadow.WRITE_WRITE: "race",
     shadow.READ_AFTER_WRITE: "race",
@@ -22,9 +22,11 @@ _KIND = {
     shadow.NO_FENCE: "proxy",
     shadow.UNINITIALISED: "uninitialised",
     shadow.DATA_IN_OBJECT: "object",
+    shadow.REWRITE: "rewrite",
 }
 _TEXT = {
     shadow.WRITE_WRITE: "{me} writes {where}, not ordered after the write by {other}",
+    shadow.REWRITE: "{me} writes to {where} the value that it holds, not ordered after the write by {other}",
     shadow.READ_AFTER_WRITE: "{me} reads {where}, not ordered after the write by {other}",
     shadow.WRITE_AFTER_READ: "{me} overwrites {where}, not ordered after the read by {other}",
     shadow.LANES: "{me} accesses {where}, as does lane {lane} of the same warp, without a convergent "

@@ -37,6 +37,7 @@ OBJECT = 4  # bit of WRITTEN: the granule is part of a live mbarrier
 
 # Kinds of finding and their record in the list.
 WRITE_WRITE, READ_AFTER_WRITE, WRITE_AFTER_READ, NO_FENCE, UNINITIALISED, LANES, DATA_IN_OBJECT = range(1, 8)
+REWRITE = 8  # a race of writes in which both write the same value
 FINDING_WORDS = 9  # kind, address, actor, what, tick, other actor, other what, other tick, space
 FINDING_CAPACITY = 2048
 LIST_HEADER = 2  # words before the first finding: count, capacity
