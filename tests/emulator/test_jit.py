@@ -87,6 +87,13 @@ print(int(warp.get(register(code, "%r1"))[0]))
     assert done.stdout.strip() == "123", done.stderr
 
 
+def test_old_hosts_are_refused_in_words() -> None:
+    jit.check_host("x86_64-unknown-linux-gnu", {"avx2": True, "fma": True, "f16c": True})
+    jit.check_host("aarch64-unknown-linux-gnu", {})
+    with pytest.raises(RuntimeError, match="this one has no fma, f16c"):
+        jit.check_host("x86_64-unknown-linux-gnu", {"avx2": True, "fma": False})
+
+
 def test_warps_share_counters_and_not_registers(tmp_path: Path) -> None:
     code = jit.compile_kernel(kernel("  mov.u32 %r1, %warpid;\n  bar.sync 0;\n  ret;"), cache_dir=tmp_path)
     warps, counters = code.prepare(3)

@@ -13,6 +13,7 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -120,7 +121,18 @@ def compile_kernel(
 def _target() -> tuple[Any, str, str]:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    return llvm.Target.from_default_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    features = llvm.get_host_cpu_features()
+    check_host(llvm.get_default_triple(), features)
+    return llvm.Target.from_default_triple(), llvm.get_host_cpu_name(), features.flatten()
+
+
+def check_host(triple: str, features: Mapping[str, bool]) -> None:
+    """Half precision and fused multiply-add must be instructions: elsewhere LLVM calls functions nobody provides."""
+    missing = [name for name in ("avx2", "fma", "f16c") if not features.get(name)]
+    if triple.startswith("x86_64") and missing:
+        raise RuntimeError(
+            f"the emulator needs a CPU with AVX2, FMA and F16C (x86-64-v3); this one has no {', '.join(missing)}"
+        )
 
 
 def _machine() -> Any:
