@@ -98,6 +98,14 @@ def register_image(fatbin: bytes, ptx: str, arch: str) -> None:
     _images[fatbin_key(fatbin)] = Image(ptx, arch, parameter_sizes(ptx))
 
 
+def image_of(fatbin: bytes) -> Image:
+    """The module that `register_image` was told of."""
+    image = _images.get(fatbin_key(fatbin))
+    if image is None:
+        raise DriverError("device code whose PTX the emulator never saw: compile it inside emulator.gpu(...)")
+    return image
+
+
 def _new_handle(item: Any) -> int:
     _handles.append(item)
     return _FIRST_HANDLE + len(_handles) - 1
@@ -117,10 +125,7 @@ def _store(address: int, kind: Any, value: int) -> None:
 
 def _library_load_data(library: int, code: int, *_: Any) -> int:
     raw = ctypes.string_at(code, fatbin_bytes(ctypes.string_at(code, 16)))
-    image = _images.get(fatbin_key(raw))
-    if image is None:
-        raise DriverError("device code whose PTX the emulator never saw: compile it inside emulator.gpu(...)")
-    _store(library, ctypes.c_uint64, _new_handle(image))
+    _store(library, ctypes.c_uint64, _new_handle(image_of(raw)))
     return SUCCESS
 
 
@@ -306,9 +311,14 @@ def _symbols() -> dict[str, Any]:
 _callbacks: dict[str, Any] = {}
 
 
-def register_symbols(engine: Any) -> None:
-    """Make an MLIR execution engine resolve the CUDA runtime's symbols here (before its first lookup)."""
+def callbacks() -> dict[str, Any]:
+    """name -> stand-in for every function of the CUDA runtime that host code may call."""
     if not _callbacks:
         _callbacks.update(_symbols())
-    for name, callback in _callbacks.items():
+    return _callbacks
+
+
+def register_symbols(engine: Any) -> None:
+    """Make an MLIR execution engine resolve the CUDA runtime's symbols here (before its first lookup)."""
+    for name, callback in callbacks().items():
         engine.raw_register_runtime(name, ctypes.cast(callback, ctypes.c_void_p))

@@ -170,7 +170,7 @@ def _with_dump_path(pipeline: str, folder: str) -> tuple[str, str]:
 
 def _remember_image(module: Any, stem: str, arch: str) -> None:
     """Tie the device code embedded in a compiled module to the PTX that was written while it was compiled."""
-    fatbins = _embedded_fatbins(module)
+    fatbins = embedded_fatbins(module)
     if not fatbins:
         return  # a host function without kernels
     path = Path(stem)
@@ -182,7 +182,7 @@ def _remember_image(module: Any, stem: str, arch: str) -> None:
     cudart.register_image(fatbins[0], written[0].read_text(), arch)
 
 
-def _embedded_fatbins(module: Any) -> list[bytes]:
+def embedded_fatbins(module: Any) -> list[bytes]:
     """The constants of an LLVM-dialect module that hold device code."""
     from cutlass._mlir import ir
 

@@ -33,7 +33,8 @@ def backward(
     """The gradients of a call that the backend supports. `ctas`: of the main kernel's grid at most, 0: one a tile."""
     if _nothing_to_do(problem, inputs):
         return _empty(problem, inputs, lse, dlse, needs)
-    variant = variant_of(problem, inputs, target(inputs.q.device), dlse is not None)
+    arch, emulated = target(inputs.q.device)
+    variant = variant_of(problem, inputs, arch, dlse is not None)
     q, k, v, o, do = (fit(tensor) for tensor in (inputs.q, inputs.k, inputs.v, o, do))
     dq = _output(q, cleared=problem.varlen_q)
     whole = problem.varlen_k or (problem.has_seqused_k and variant.group == 1)
@@ -41,7 +42,7 @@ def backward(
     sink = None if inputs.sink is None else inputs.sink.contiguous()
     dsink = None if sink is None else torch.empty_like(sink)
     workspace = q.new_empty(_workspace_elements(variant, problem, q, k), dtype=torch.float32)
-    compiled_backward(variant)(
+    compiled_backward(variant, emulated)(
         q,
         k,
         v,
@@ -71,29 +72,30 @@ def backward(
     )
 
 
-def target(device: torch.device) -> str:
-    """The architecture to compile for: the emulated chip's, or the device's own."""
-    emulated = emulated_target()
-    return _device_target(device.index or 0) if emulated is None else emulated
+def target(device: torch.device) -> tuple[str, str]:
+    """The architecture to compile for, the open emulator's or the device's, and compiled_backward's `emulated`."""
+    session = emulator_session()
+    if session is None:
+        return _device_target(device), ""
+    return session.arch, "emulated" if session.line_info else "emulated, no source lines"
 
 
-def emulated_target() -> str | None:
-    """The architecture of the emulator's open context, None if there is none."""
+def emulator_session() -> Any:
+    """The emulated GPU whose context is open, or None. Does not import the emulator."""
     cudart = sys.modules.get("refluent.emulator.cudart")
-    session = None if cudart is None else cudart.active()
-    return None if session is None else str(session.arch)
+    return None if cudart is None else cudart.active()
 
 
 @lru_cache(maxsize=64)
-def _device_target(index: int) -> str:
-    major, minor = torch.cuda.get_device_capability(index)
+def _device_target(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}a"
 
 
 def fit(tensor: Tensor) -> Tensor:
     """The tensor itself if TMA can read it (last stride 1, the others and the address whole 16 bytes), else a copy.
 
-    A stride of 0 is copied too: whether TMA takes it is not documented. Dimensions of size 1 have no stride to speak of.
+    A stride of 0 is copied too: whether TMA takes it is not documented. A dimension of size 1 may have any stride.
     """
     strides, sizes = tensor.stride(), tensor.shape
     if strides[-1] == 1 and not tensor.data_ptr() % (2 * VECTOR):

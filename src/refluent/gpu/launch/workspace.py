@@ -25,7 +25,7 @@ class Extents:
 
 @dataclass(frozen=True)
 class Sections:
-    """Where each section starts, in float32 elements. `cleared`: the end of what the delta kernel zeroes; `total`: of all.
+    """Where each section starts, in float32 elements. `cleared`: where what the delta kernel zeroes ends; `total`: all.
 
     Sections that a variant does without are empty and start where the next one does.
     """
