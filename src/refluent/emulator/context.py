@@ -18,7 +18,9 @@ from refluent.emulator.patches import Patches
 
 if TYPE_CHECKING:
     from refluent.emulator.machine import Machine
-    from refluent.emulator.report import Report
+    from refluent.emulator.report import Finding, Report
+
+_RAISED = ("fault", "deadlock", "livelock")  # kinds that end the call with a FaultError or DeadlockError
 
 
 def gpu(
@@ -116,12 +118,16 @@ class Gpu:
             host.uninstall()
             self._pending.clear()
             self.handed.forget()
-        if kind is None and self.on_finding == "raise" and self.report().findings:
+        if kind is None and self.on_finding == "raise" and self.open_findings():
             raise FindingsError(str(self.report()))
 
     def report(self) -> Report:
         """Launches, counters and findings so far."""
         return self.machine.report
+
+    def open_findings(self) -> list[Finding]:
+        """Findings that no exception has carried out of a call yet."""
+        return [finding for finding in self.report().findings if finding.kind not in _RAISED]
 
     def timeline(self, folder: str | os.PathLike[str]) -> None:
         """Write what each warp did: timeline.json (Perfetto) and timeline.svg. Needs gpu(..., trace=True)."""
@@ -143,6 +149,7 @@ class Gpu:
 
     def abandon_call(self) -> None:
         self._pending.clear()
+        self.handed.clear()
         error, self._error = self._error, None
         if error is not None:
             raise error from None
@@ -150,10 +157,13 @@ class Gpu:
     def finish_call(self) -> None:
         launches, self._pending = self._pending, []
         error, self._error = self._error, None
-        if error is not None:
-            raise error
-        allocations = self.handed.allocations()
-        for launch in launches:
-            self.machine.launch(dataclasses.replace(launch, allocations=allocations))
-        if launches:
-            self.machine.synchronize()
+        try:
+            if error is not None:
+                raise error
+            allocations = self.handed.allocations()
+            for launch in launches:
+                self.machine.launch(dataclasses.replace(launch, allocations=allocations))
+            if launches:
+                self.machine.synchronize()
+        finally:
+            self.handed.clear()

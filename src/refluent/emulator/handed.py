@@ -107,8 +107,9 @@ class HandedIn:
         """Remember a storage for pointers into it; torch's are not kept alive by that."""
         if isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
-            allocation = _torch_storage(value, storage, self._is_fresh(value, storage))
-            self._seen[allocation.address] = (dataclasses.replace(allocation, owner=None), StorageWeakRef(storage))
+            reference = StorageWeakRef(storage)
+            allocation = _torch_storage(value, storage, reference, self._is_fresh(value, storage))
+            self._seen[allocation.address] = (dataclasses.replace(allocation, owner=None), reference)
         else:
             allocation = _numpy_storage(value) if isinstance(value, np.ndarray) else _dlpack_extent(value)
             self._seen[allocation.address] = (allocation, None)
@@ -140,7 +141,9 @@ class HandedIn:
             return
         bits = tensor.element_type.width
         extent = 1 + sum((n - 1) * s for n, s in zip(_flat(tensor.shape), _flat(tensor.stride)) if n)
-        allocation = Allocation(int(tensor.data_ptr), math.ceil(extent * bits / 8), "tensor", owner=tensor)
+        allocation = Allocation(
+            int(tensor.data_ptr), math.ceil(extent * bits / 8), "tensor", owner=tensor, alive=_always
+        )
         self._call[allocation.address] = allocation
 
     def add_pointer(self, address: int) -> None:
@@ -215,10 +218,15 @@ def _rebuilt(value: Any, convert: Any) -> Any:
     return value
 
 
-def _torch_storage(value: torch.Tensor, storage: Any, fresh: bool) -> Allocation:
+def _torch_storage(value: torch.Tensor, storage: Any, reference: Any, fresh: bool) -> Allocation:
     _refuse_real_gpu(value)
     name = f"{str(value.dtype).removeprefix('torch.')} tensor {tuple(value.shape)}"
-    return Allocation(storage.data_ptr(), storage.nbytes(), name, fresh, owner=storage)
+    return Allocation(storage.data_ptr(), storage.nbytes(), name, fresh, storage, lambda: not reference.expired())
+
+
+def _always() -> bool:
+    """The context keeps it alive."""
+    return True
 
 
 def _numpy_storage(value: np.ndarray) -> Allocation:
@@ -226,7 +234,7 @@ def _numpy_storage(value: np.ndarray) -> Allocation:
     while isinstance(base.base, np.ndarray):
         base = base.base
     low, high = np.lib.array_utils.byte_bounds(base)
-    return Allocation(low, high - low, f"{value.dtype} array {value.shape}", owner=base)
+    return Allocation(low, high - low, f"{value.dtype} array {value.shape}", owner=base, alive=_always)
 
 
 def _dlpack_extent(value: Any) -> Allocation:
@@ -242,7 +250,7 @@ def _dlpack_extent(value: Any) -> Allocation:
     else:
         strides = [math.prod(shape[i + 1 :]) for i in range(ndim)]
     extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides)) if all(shape) else 0
-    return Allocation(data + offset, math.ceil(extent * bits / 8), f"array {tuple(shape)}", owner=value)
+    return Allocation(data + offset, math.ceil(extent * bits / 8), f"array {tuple(shape)}", owner=value, alive=_always)
 
 
 def _flat(value: Any) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,8 @@ Dim3 = tuple[int, int, int]
 class Allocation:
     """A piece of host memory that the kernel may touch as global memory: a whole storage, not a view of it.
 
-    `fresh`: nothing has written it since it was allocated (torch.empty inside the context).
+    `fresh`: nothing has written it since it was allocated (torch.empty inside the context). `alive`: whether the memory
+    is still that of the same owner, asked when this address is handed in again; None: it belongs to the machine.
     """
 
     address: int
@@ -20,6 +22,7 @@ class Allocation:
     name: str = ""
     fresh: bool = False
     owner: Any = field(default=None, repr=False, compare=False)  # keeps the memory alive
+    alive: Callable[[], bool] | None = field(default=None, repr=False, compare=False)  # whether its owner still lives
 
     @property
     def end(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -75,7 +76,8 @@ class Machine:
     def launch(self, request: LaunchRequest) -> Launch:
         """Queue a kernel. Its global memory is registered at once, from request.allocations."""
         for part in request.allocations:
-            self.memory.register(part.address, part.nbytes, part.name, fresh=part.fresh, owner=part.owner)
+            self.memory.hand_in(part)
+        request = dataclasses.replace(request, allocations=())  # their owners are not kept alive by the launch
         program = self.translate(request.ptx, request.kernel)
         launch = Launch(self, request, program, self.last_launch if request.programmatic else None)
         self.check.launched(launch)
@@ -91,6 +93,7 @@ class Machine:
         finally:
             if self.launches:
                 self._abandon()
+            self.memory.take_back()
 
     def _abandon(self) -> None:
         for launch in self.launches:

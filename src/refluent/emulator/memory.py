@@ -7,11 +7,13 @@ cannot touch anything else. Shared memory is one byte array a CTA, indexed by th
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from refluent.emulator.launch import Allocation
 from refluent.emulator.state import CTA_RANK_SHIFT, SHARED_START, SHARED_WINDOW
 
 TMEM_LANES, TMEM_COLUMNS = 128, 512
@@ -35,6 +37,7 @@ class Block:
     fresh: bool = False
     read_only: bool = False
     owner: Any = None  # kept alive
+    alive: Callable[[], bool] | None = None  # handed in from outside: whether this memory is still its owner's
     data: np.ndarray = field(init=False)
     shadow: np.ndarray | None = None
 
@@ -60,6 +63,7 @@ class GlobalMemory:
     def __init__(self, shadowed: bool = False) -> None:
         self.shadowed = shadowed
         self.blocks: list[Block] = []  # sorted by base
+        self.hidden: dict[int, Block] = {}  # by base: of earlier calls, out of reach until they are handed in again
         self.table = np.zeros((16, _TABLE_WORDS), np.uint64)
         self.header = np.zeros(4, np.uint64)  # table address, count, index of the last hit
         self._publish()
@@ -89,6 +93,31 @@ class GlobalMemory:
         self.blocks.sort(key=lambda item: item.base)
         self._publish()
         return block
+
+    def hand_in(self, part: Allocation) -> Block | None:
+        """Make memory from outside accessible, for one call. What is known of it from earlier calls is known again."""
+        block = self.hidden.pop(part.address, None)
+        if block is None or block.nbytes != part.nbytes or not (block.alive and block.alive()):
+            block = self.register(part.address, part.nbytes, part.name, fresh=part.fresh, owner=part.owner)
+        else:
+            block.owner = part.owner
+            self.blocks.append(block)
+            self.blocks.sort(key=lambda item: item.base)
+        if block is not None:
+            block.alive = part.alive
+            block.fresh &= part.fresh
+            self._publish()
+        return block
+
+    def take_back(self) -> None:
+        """The call is over: what was handed in is out of reach, and not kept alive."""
+        handed = [block for block in self.blocks if block.alive is not None]
+        self.blocks = [block for block in self.blocks if block.alive is None]
+        self.hidden = {base: block for base, block in self.hidden.items() if block.alive and block.alive()}
+        for block in handed:
+            block.owner = None
+            self.hidden[block.base] = block
+        self._publish()
 
     def unregister(self, block: Block) -> None:
         self.blocks.remove(block)

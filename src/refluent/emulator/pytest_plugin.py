@@ -28,5 +28,5 @@ def emulated(request: pytest.FixtureRequest) -> Iterator[Callable[..., Gpu]]:
     yield make
     for number, chip in enumerate(chips):
         request.node.add_report_section("teardown", f"emulated {chip.arch} ({number})", str(chip.report()))
-    left = [finding for chip in chips for finding in chip.report().findings]
+    left = [finding for chip in chips for finding in chip.open_findings()]
     assert not left, "\n".join(map(str, left))
