@@ -152,7 +152,8 @@ def attention_backward(
         if dsink is not None and call.sink is not None:
             p_sink = torch.where(one.lse > -math.inf, torch.exp(call.sink[:, None] - one.lse), 0.0)
             dsink -= (p_sink * delta).sum(-1)
-            largest["dsink"] = max(largest["dsink"], peak(p_sink * delta))
+            terms = (do_b * one.o).abs().sum(-1) + dlse_b.abs()  # what delta is made of, which may cancel in it
+            largest["dsink"] = max(largest["dsink"], peak(p_sink * terms))
 
         steepest = max(1.0, peak(slope))
         largest["dv"] = max(largest["dv"], peak(one.z * one.p * _peak_of_rows(do_b)[..., None]))
