@@ -91,5 +91,18 @@ def run(ptx: str, *arrays: np.ndarray, options: dict[str, Any] | None = None, **
     return gpu.report
 
 
+def check(ptx: str, expected: Any, *inputs: np.ndarray, out: np.ndarray | None = None, **launch: Any) -> None:
+    """Right and without findings under every schedule, with checks and without."""
+    expected = np.asarray(expected)
+    for schedule, seed in SCHEDULES:
+        got = np.zeros_like(expected) if out is None else out.copy()
+        report = run(ptx, got, *inputs, options={"schedule": schedule, "seed": seed}, **launch)
+        assert not report.findings, "\n".join(map(str, report.findings))
+        np.testing.assert_array_equal(got, expected, err_msg=f"{schedule} {seed}")
+    got = np.zeros_like(expected) if out is None else out.copy()
+    run(ptx, got, *inputs, options={"checks": "none"}, **launch)
+    np.testing.assert_array_equal(got, expected)
+
+
 def kinds(report: Report) -> set[str]:
     return {finding.kind for finding in report.findings}

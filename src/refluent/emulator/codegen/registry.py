@@ -22,12 +22,14 @@ WRITES: dict[str, int] = {"bra": 0, "brx": 0, "ret": 0, "exit": 0, "trap": 0}
 # Events by opcode: how many leading operands they define (an address is never one). Operands of wgmma are left as
 # read: its accumulators are both, and are written after the instruction has been passed.
 EVENTS = {
+    "applypriority": 0,
     "atom": 1,
     "bar": 0,
     "barrier": 0,
     "call": 1,
     "clusterlaunchcontrol": 1,
     "cp": 0,
+    "discard": 0,
     "fence": 0,
     "griddepcontrol": 0,
     "ldmatrix": 1,
@@ -38,6 +40,7 @@ EVENTS = {
     "multimem": 1,
     "nanosleep": 0,
     "prefetch": 0,
+    "prefetchu": 0,
     "red": 0,
     "setmaxnreg": 0,
     "stmatrix": 0,
