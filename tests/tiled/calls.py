@@ -39,7 +39,7 @@ class Ran:
 
     o: Tensor
     lse: Tensor
-    max_score: Tensor
+    max_score: Tensor | None
     gradients: Gradients
     names: tuple[str, ...]  # of score_mod's captured tensors
 
@@ -75,7 +75,6 @@ def run(
 ) -> Ran:
     problem, inputs, names = bind(q, k, v, **options)
     o, lse, max_score = tiled.forward(problem, inputs, tile, host_lengths)
-    assert max_score is not None
     needs = Needs(dsink=inputs.sink is not None, dcaptured=tuple(x.is_floating_point() for x in inputs.score_captured))
     gradients = tiled.backward(problem, inputs, o, lse, do, dlse, needs, tile, host_lengths)
     return Ran(o, lse, max_score, gradients, names)

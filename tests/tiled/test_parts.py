@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from refluent import reference, tiled
 from refluent.problem import Needs
-from refluent.tiled import cpu_flash
+from refluent.tiled import cpu_flash, hardware
 from refluent.tiled.dropout import keep_mask, philox, threshold
 from refluent.tiled.operands import Exponential
 from refluent.tiled.padding import Side
@@ -167,10 +167,14 @@ def test_exponentials_are_put_right(size: float) -> None:
     assert error.mean(-1).abs().max() < 2e-7
 
 
+@pytest.mark.parametrize("onednn", [True, False])
 @pytest.mark.parametrize("units", [1, 3])
 @pytest.mark.parametrize("sizes", [(5, 7, 3), (256, 300, 64)])  # below and above the size from which oneDNN is used
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_products(units: int, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_products(
+    units: int, sizes: tuple[int, int, int], dtype: torch.dtype, onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "onednn_beats_mkl", lambda: onednn and torch.backends.mkldnn.is_available())
     m, n, k = sizes
     a, b = torch.randn(units, m, k, dtype=dtype), torch.randn(units, n, k, dtype=dtype).transpose(1, 2)
     q, keys, v, _ = operands(4, 4, dtype=dtype)
@@ -249,11 +253,16 @@ def test_torchs_kernel_where_it_fits(
         torch.testing.assert_close(got, tiles.tensors()[name], rtol=tolerance, atol=tolerance)
 
 
-def test_long_calls_of_each_type_on_default_tiles() -> None:
-    """Long enough for oneDNN's products, bf16 products and several default tiles."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        q, k, v, do = (torch.randn(1, 700, heads, 64).to(dtype) for heads in (4, 2, 2, 4))
-        check(q, k, v, do, causal=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("onednn", "bfloat16"), [(True, True), (True, False), (False, False)])
+def test_long_calls_on_any_cpu(
+    dtype: torch.dtype, onednn: bool, bfloat16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long enough for several default tiles, whatever way a CPU's strengths lead to."""
+    monkeypatch.setattr(hardware, "onednn_beats_mkl", lambda: onednn and torch.backends.mkldnn.is_available())
+    monkeypatch.setattr(hardware, "fast_bfloat16", lambda: bfloat16)
+    q, k, v, do = (torch.randn(1, 600, heads, 64).to(dtype) for heads in (2, 1, 1, 2))
+    check(q, k, v, do, causal=True, return_max_score=False)
 
 
 def test_only_what_is_needed_is_made() -> None:

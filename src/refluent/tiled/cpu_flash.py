@@ -1,11 +1,11 @@
 """torch's own flash attention kernel for the CPU, where it computes exactly what is asked and is the faster way.
 
-It knows one scale, no mask or the square causal one (aligned top-left), and one head dimension. Its backward takes no
-gradient of lse and, for 16-bit inputs, adds up dk and dv in 16 bits, with errors that grow with the sequence (4 times
-eager's at 4096 positions), so 16-bit inputs go through its float32 backward. It divides by zero without keys.
-
-One call costs 0.1 ms where a walk over tiles costs 0.5, but its float32 products run at MKL's rate, which on AMD is
-half of what the tiles get (see products.py): it serves short sequences, and float64.
+It knows one scale, no mask or the square causal one (aligned top-left), and one head dimension; its backward takes no
+gradient of lse. It divides by zero without keys. With 16-bit inputs its lse is off by 5e-5 and its backward adds up dk
+and dv in 16 bits, with errors that grow with the sequence (4 times eager's at 4096 positions), so those run as
+float32 copies. Being fused it is the faster way, unless oneDNN's float32 products, which the tiles use, run at twice
+the rate of MKL's (hardware.py). Then it serves short sequences, where one call costs 0.1 ms and a walk over tiles 0.5,
+and float64.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from refluent.problem import Gradients, Inputs, Problem
+from refluent.tiled import hardware
 from refluent.tiled.backward import Upstream
 from refluent.tiled.forward import Outputs
 from refluent.tiled.walk import Chunk, Segment
@@ -24,11 +25,9 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-_SHORT = 1 << 24
-"""Multiplications of one product up to which the kernel's forward and float32 backward win: of one head, 512 x 512 x
-64, or of all heads where bf16 products are fast."""
-_SHORT_16_BIT = 1 << 22
-"""The same for the backward of 16-bit inputs, by float32 copies."""
+_SHORT = {torch.float32: 1 << 24, torch.bfloat16: 1 << 22, torch.float16: 1 << 22}
+"""Multiplications in one product of one head up to which the kernel wins in any case (512 x 512 x 64, 256 x 256 x
+64)."""
 
 
 @dataclass(frozen=True)
@@ -42,25 +41,23 @@ class Call:
 
 def plan_forward(problem: Problem, segment: Segment) -> Call | None:
     """The kernel's way to a segment's forward, None where it has none or a slower one."""
-    work = _work(problem, segment)
-    if problem.dtype == torch.bfloat16:
-        work *= problem.heads_q * (segment.batch.stop - segment.batch.start)
-    return _exact(problem, segment) if problem.dtype == torch.float64 or work < _SHORT else None
+    return _exact(problem, segment) if _wins(problem, segment) else None
 
 
 def plan_backward(problem: Problem, segment: Segment, dlse: Tensor | None) -> Call | None:
     """The kernel's way to a segment's backward, None where it has none or a slower one."""
-    limit = _SHORT if problem.dtype == torch.float32 else _SHORT_16_BIT
-    if dlse is not None or (problem.dtype != torch.float64 and _work(problem, segment) >= limit):
+    if dlse is not None or not _wins(problem, segment):
         return None
     if problem.group > 1 and problem.dtype.itemsize >= 4:
         return None  # it adds a group's heads up in one running sum, which loses too much of wide types
     return _exact(problem, segment)
 
 
-def _work(problem: Problem, segment: Segment) -> int:
-    """Multiplications in one matrix product of one head."""
-    return segment.len_q * segment.len_k * problem.head_dim
+def _wins(problem: Problem, segment: Segment) -> bool:
+    """Whether the kernel is faster than tiles."""
+    if problem.dtype == torch.float64 or not hardware.onednn_beats_mkl():
+        return True
+    return segment.len_q * segment.len_k * problem.head_dim < _SHORT[problem.dtype]
 
 
 def _exact(problem: Problem, segment: Segment) -> Call | None:
@@ -95,8 +92,8 @@ def forward_segment(problem: Problem, inputs: Inputs, call: Call, out: Outputs) 
 def backward_segment(problem: Problem, inputs: Inputs, call: Call, upstream: Upstream, out: Gradients) -> None:
     """Fill the gradients that ``out`` has room for, for one segment."""
     whole, i0, i1 = _whole(problem, call), call.first_row, call.segment.len_q
-    do, o = (whole.query_side(x, i0, i1) for x in (upstream.do, upstream.o))
-    do, o, q, k, v = (x.to(problem.accum_dtype) for x in (do, o, *_operands(problem, inputs, call)))
+    q, k, v = _operands(problem, inputs, call)
+    do, o = (whole.query_side(x, i0, i1).to(problem.accum_dtype) for x in (upstream.do, upstream.o))
     lse = whole.row_side(upstream.lse, i0, i1)
     if do.stride(-1) != 1:
         do = do.contiguous()
@@ -114,7 +111,8 @@ def _whole(problem: Problem, call: Call) -> Chunk:
 
 
 def _operands(problem: Problem, inputs: Inputs, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as views (b, h, s, d)."""
+    """q, k, v as (b, h, s, d): views, or copies in the accumulate type."""
     whole, len_k = _whole(problem, call), call.segment.len_k
-    q = whole.query_side(inputs.q, call.first_row, call.segment.len_q)
-    return q, whole.key_side(inputs.k, 0, len_k), whole.key_side(inputs.v, 0, len_k)
+    q = whole.query_side(inputs.q, call.first_row, call.segment.len_q).to(problem.accum_dtype)
+    k, v = (whole.key_side(x, 0, len_k).to(problem.accum_dtype) for x in (inputs.k, inputs.v))
+    return q, k, v

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from refluent.problem import Problem
+from refluent.tiled import hardware
 from refluent.tiled.scores import Workspace
 
 _ONEDNN_WORTH = 1 << 22
 """Multiplications in one matrix product from which oneDNN's call overhead (about 10 us) is worth it."""
-
-
-@functools.cache
-def _fast_bfloat16_cpu() -> bool:
-    """Whether this CPU multiplies bf16 matrices in hardware (oneDNN; several times its float32 rate)."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
-@functools.cache
-def _onednn_linear() -> Callable[[Tensor, Tensor], Tensor] | None:
-    """a, w -> a @ w.T of float32 matrices by oneDNN, None where torch was built without it.
-
-    torch.bmm takes float32 products to MKL, which runs at half of oneDNN's rate on AMD's AVX-512 cores.
-    """
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return None
-    linear = torch.ops.mkldnn._linear_pointwise.default
-    return lambda a, w: linear(a, w, None, "none", [], "")
 
 
 def product_dtype(problem: Problem) -> torch.dtype:
@@ -41,9 +21,15 @@ def product_dtype(problem: Problem) -> torch.dtype:
     Where bf16 products are fast they are rounded to bf16, as every flash attention kernel does; scores and dp always
     come out of products in the accumulate type, since a bf16 product would return them rounded.
     """
-    if problem.dtype == torch.bfloat16 and problem.device.type == "cpu" and _fast_bfloat16_cpu():
+    if problem.dtype == torch.bfloat16 and problem.device.type == "cpu" and hardware.fast_bfloat16():
         return torch.bfloat16
     return problem.accum_dtype
+
+
+def _onednn_linear(a: Tensor, w: Tensor) -> Tensor:
+    """a @ w.T of float32 matrices."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(a, w, None, "none", [], "")
+    return out
 
 
 class Products:
@@ -53,7 +39,7 @@ class Products:
         self.accum = problem.accum_dtype
         self._workspace = workspace
         on_cpu = problem.device.type == "cpu" and self.accum == torch.float32
-        self._linear = _onednn_linear() if on_cpu else None
+        self._linear = _onednn_linear if on_cpu and hardware.onednn_beats_mkl() else None
 
     def fresh(self, name: str, a: Tensor, b: Tensor) -> Tensor:
         """a @ b in the accumulate type; valid until the same name is used again, free to be written to."""
