@@ -455,7 +455,10 @@ class TestKeys:
 class TestBackends:
     def test_none_is_the_best_that_fits(self, spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
         picky = types.ModuleType("picky_backend")
-        picky.__dict__.update(supports=lambda problem: None if problem.head_dim == 64 else "head_dim must be 64")
+        picky.__dict__.update(
+            missing=lambda: None,
+            supports=lambda problem: None if problem.head_dim == 64 else "head_dim must be 64",
+        )
         monkeypatch.setitem(sys.modules, "picky_backend", picky)
         monkeypatch.setattr(backends, "MODULES", {"picky": "picky_backend", **backends.MODULES})
         rf.attention(*tensors(sq=3, sk=11))

@@ -308,7 +308,7 @@ def test_backward(more: dict[str, Any], kind: type[Exception], text: str) -> Non
     refused(rf.attention_backward, backward_arguments() | more, kind, text)
 
 
-NAMES = "torch, sm90, sm100, emulate:sm90, emulate:sm100"
+NAMES = "sm100, torch, emulate:sm100, sm90, emulate:sm90"
 
 
 def test_backend_names() -> None:

@@ -15,6 +15,9 @@ from refluent.problem import Gradients, Inputs, Needs, Problem
 class Backend(Protocol):
     """What a backend module offers."""
 
+    def missing(self) -> str | None:
+        """Why it cannot be used on this machine, in words; None if it can."""
+
     def supports(self, problem: Problem) -> str | None:
         """None if it serves the problem, else the reason in words."""
 
@@ -27,19 +30,21 @@ class Backend(Protocol):
         """The gradients that ``needs`` names."""
 
 
-MODULES = {"torch": "refluent.tiled"}
-"""The backends that are there, best first."""
+MODULES = {
+    "sm100": "refluent.gpu.sm100.backend",
+    "torch": "refluent.tiled",
+    "emulate:sm100": "refluent.gpu.sm100.emulated",
+}
+"""The backends that are there, best first; emulated ones have to be asked for."""
 
 MISSING = {
     name: f"{what} are not part of this version; backend='torch' computes the same on any device"
     for name, what in {
         "sm90": "kernels for Hopper GPUs",
-        "sm100": "kernels for Blackwell GPUs",
         "emulate:sm90": "emulated kernels for Hopper GPUs",
-        "emulate:sm100": "emulated kernels for Blackwell GPUs",
     }.items()
 }
-"""Known names that cannot be used, with the reason."""
+"""Known names that no machine can use, with the reason."""
 
 
 def names() -> tuple[str, ...]:
@@ -48,8 +53,8 @@ def names() -> tuple[str, ...]:
 
 
 def missing(name: str) -> str | None:
-    """Why a known backend cannot be used here at all; None if it can."""
-    return MISSING.get(name)
+    """Why a known backend cannot be used on this machine at all; None if it can."""
+    return MISSING[name] if name in MISSING else load(name).missing()
 
 
 def check_name(name: object) -> str:
@@ -71,12 +76,17 @@ def load(name: str) -> Backend:
     return cast(Backend, importlib.import_module(MODULES[check_name(name)]))
 
 
+def automatic() -> tuple[str, ...]:
+    """The backends that this machine can use, best first, emulated ones aside."""
+    return tuple(name for name in MODULES if not name.startswith("emulate:") and missing(name) is None)
+
+
 def choose(problem: Problem) -> str:
     """The name of the backend that serves the problem: the one it names, else the best that fits.
 
     Raises UnsupportedError with every candidate's reason if none does.
     """
-    candidates = (problem.options.backend,) if problem.options.backend else tuple(MODULES)
+    candidates = (problem.options.backend,) if problem.options.backend else automatic()
     reasons = []
     for name in candidates:
         reason = load(name).supports(problem)

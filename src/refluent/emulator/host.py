@@ -126,6 +126,9 @@ class _OnCPU(TorchDispatchMode):
         if kwargs.get("device") is not None:
             kwargs["device"] = _as_cpu(kwargs["device"])
         kwargs.pop("pin_memory", None)
+        if func.namespace != "aten":  # a custom operator: what it calls inside is to be served too
+            with self:
+                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
         result = func(*args, **kwargs)
         if func in _FRESH:
             self._handed.allocated(result)
