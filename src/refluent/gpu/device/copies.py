@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import tcgen05
 
 LANES = 128  # of tensor memory
+REPETITIONS = {n: getattr(tcgen05.Repetition, f"x{n}") for n in (8, 16, 32)}  # registers that one instruction moves
 
 
 @cute.jit
@@ -18,25 +19,53 @@ def bulk_reduce_add(target: cute.Pointer, source: cute.Pointer, nbytes: cutlass.
     )
 
 
+def held(rows: int, width: int) -> int:
+    """Registers that `width` columns of a block of 64 or 128 rows take in each thread of a warpgroup."""
+    return width * rows // LANES
+
+
+def held_row(rows: int, thread):
+    """The row of the block that a thread of the warpgroup holds. Of 64 rows a warp has 16, and two threads share one."""
+    return thread if rows == LANES else thread // 32 * 16 + thread % 16
+
+
+def held_column(rows: int, width: int, thread):
+    """The first of its columns: of 64 rows the upper half of a warp has the second half."""
+    return 0 if rows == LANES else thread % 32 // 16 * (width // 2)
+
+
 @cute.jit
-def load_columns(tmem: cute.Pointer, column, width: cutlass.Constexpr, row, values: cute.Pointer):
-    """Columns [column, column + width) of the thread's lane, float32, to registers at `values`; width 16 or 32.
+def load_columns(
+    tmem: cute.Pointer,
+    column,
+    width: cutlass.Constexpr,
+    thread,
+    values: cute.Pointer,
+    rows: cutlass.Constexpr = LANES,
+):
+    """Columns [column, column + width) of a block of 64 or 128 rows, float32, to registers at `values`, as `held`,
+    `held_row` and `held_column` say; `thread` of the warpgroup.
 
     The caller waits (tcgen05.wait::ld) before it uses them.
     """
-    repeat = tcgen05.Repetition.x32 if width == 32 else tcgen05.Repetition.x16
-    atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(repeat), cutlass.Float32)
-    source = cute.make_tensor(tmem + column, cute.make_layout((LANES, width), stride=(1 << 16, 1)))
-    copy = tcgen05.make_tmem_copy(atom, source).get_slice(row)
-    shape = copy.partition_D(cute.make_identity_tensor((LANES, width))).shape
+    count = held(rows, width)
+    repeat = REPETITIONS[count]
+    if cutlass.const_expr(rows == LANES):
+        atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(repeat), cutlass.Float32)
+        lanes, stride = LANES, 1 << 16
+    else:
+        atom = cute.make_copy_atom(tcgen05.Ld16x32bx2Op(repeat), cutlass.Float32)
+        lanes, stride = (16, 4), (1 << 16, 32 << 16)
+    source = cute.make_tensor(tmem + column, cute.make_layout((lanes, width), stride=(stride, 1)))
+    copy = tcgen05.make_tmem_copy(atom, source).get_slice(thread)
+    shape = copy.partition_D(cute.make_identity_tensor((rows, width))).shape
     cute.copy(copy, copy.partition_S(source), cute.make_tensor(values, cute.make_layout(shape)))
 
 
 @cute.jit
 def store_columns(tmem: cute.Pointer, column, width: cutlass.Constexpr, row, values: cute.Pointer):
     """Registers at `values` (32-bit words) to columns [column, column + width) of the thread's lane; width 8 to 32."""
-    repeat = {8: tcgen05.Repetition.x8, 16: tcgen05.Repetition.x16, 32: tcgen05.Repetition.x32}[width]
-    atom = cute.make_copy_atom(tcgen05.St32x32bOp(repeat), cutlass.Float32)
+    atom = cute.make_copy_atom(tcgen05.St32x32bOp(REPETITIONS[width]), cutlass.Float32)
     target = cute.make_tensor(tmem + column, cute.make_layout((LANES, width), stride=(1 << 16, 1)))
     copy = tcgen05.make_tmem_copy(atom, target).get_slice(row)
     shape = copy.partition_S(cute.make_identity_tensor((LANES, width))).shape

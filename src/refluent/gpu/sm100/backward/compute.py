@@ -1,6 +1,7 @@
 """The compute role, two warpgroups: P from S, dS from dP; then dV and dK of the tile.
 
-Tensor memory holds S^T and dP^T: a thread has one key (its lane) and half of the queries (columns, by warpgroup).
+Tensor memory holds S^T and dP^T: a thread has one key (its lane) and half of the queries (columns, by warpgroup); of 64
+keys two threads share one and have a quarter each.
 Everything a score function does happens in `weights`, and what its gradient does in `grad_scores`: score_mod and
 mask_mod plug in there.
 """
@@ -8,84 +9,114 @@ mask_mod plug in there.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 
-from refluent.gpu.device.copies import load_columns, store_columns
+from refluent.gpu.device.copies import held, held_column, held_row, load_columns, store_columns
 from refluent.gpu.device.numerics import exp2, fma2, mul2, sub2, tanh
 from refluent.gpu.device.philox import kept_queries
 from refluent.gpu.device.pipeline import arrive
 from refluent.gpu.device.work import Tile
 from refluent.gpu.sm100.backward.context import COMPUTE_BARRIER, COMPUTE_WARP, Context
 from refluent.gpu.sm100.backward.epilogue import store_grads
+from refluent.gpu.sm100.backward.storage import DS, P
 
 THREADS = 256
 COLUMNS = 32  # of tensor memory that one load brings
 LOG2E = math.log2(math.e)
 
 
+@dataclass(frozen=True)
+class Share:
+    """What a thread has of a tile's scores: `columns` queries from `first`, of one key, `row`.
+
+    Its warpgroup has `half` queries from `group_first`; `thread` counts in the warpgroup.
+    """
+
+    group: cutlass.Int32
+    thread: cutlass.Int32
+    row: cutlass.Int32
+    group_first: cutlass.Int32
+    first: cutlass.Int32
+    half: cutlass.Constexpr
+    columns: cutlass.Constexpr
+
+    @staticmethod
+    def make(plan) -> Share:
+        index = cute.arch.thread_idx()[0] - 32 * COMPUTE_WARP
+        group = cute.arch.make_warp_uniform(index // 128)
+        thread = index % 128
+        half = plan.tile_m // 2
+        group_first = group * half
+        first = group_first + held_column(plan.s.rows, half, thread)
+        return Share(
+            group, thread, held_row(plan.s.rows, thread), group_first, first, half, held(plan.s.rows, half)
+        )
+
+    def of_statistic(self, ring: cute.Tensor, stage) -> cute.Tensor:
+        """The thread's queries of a (tile_m, stages) buffer."""
+        return cute.local_tile(ring[None, stage], (self.columns,), (self.first // self.columns,))
+
+
 @cute.jit
 def compute(ctx: Context):
-    thread = cute.arch.thread_idx()[0] - 32 * COMPUTE_WARP
-    group = cute.arch.make_warp_uniform(thread // 128)
-    row = thread % 128
+    share = Share.make(ctx.plan)
     step, tiles = cutlass.Int32(0), cutlass.Int32(0)
     first, stride = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     for index in cutlass.range(first, ctx.call.tiles(), stride):
         tile = ctx.call.tile(index)
         for m_block in cutlass.range(tile.m_begin, tile.m_end):
-            compute_step(ctx, tile, m_block, group, row, step)
+            compute_step(ctx, tile, m_block, share, step)
             step += 1
         if tile.steps > 0:
             ctx.barriers.dkv.wait_full(tiles)
         if tile.exists:
-            store_grads(ctx, tile, group, row)
+            store_grads(ctx, tile, share.group, share.thread)
         if tile.steps > 0:
             arrive(ctx.barriers.dkv.empty_at(tiles))
             tiles += 1
 
 
 @cute.jit
-def compute_step(
-    ctx: Context, tile: Tile, m_block: cutlass.Int32, group: cutlass.Int32, row: cutlass.Int32, step: cutlass.Int32
-):
-    """P and dS of one key and half of the queries of a block."""
+def compute_step(ctx: Context, tile: Tile, m_block: cutlass.Int32, share: Share, step: cutlass.Int32):
+    """P and dS of a thread's share of a block of queries."""
     plan, bars, dtype = ctx.plan, ctx.barriers, ctx.static.dtype
-    half = plan.tile_m // 2
-    first = group * half  # column of the tile
-    p = cute.make_rmem_tensor(cute.make_layout(half), cutlass.Float32)
-    packed = cute.make_rmem_tensor(cute.make_layout(half), dtype)
-    words = cute.recast_tensor(packed, cutlass.Float32)
+    p = cute.make_rmem_tensor(cute.make_layout(share.columns), cutlass.Float32)
+    packed = cute.make_rmem_tensor(cute.make_layout(share.columns), dtype)
 
     bars.lse.wait_full(step)
     bars.s.wait_full(step)
-    for c in cutlass.range_constexpr(0, half, COLUMNS):
-        load_columns(ctx.tmem, plan.tmem_s + first + c, COLUMNS, row, p.iterator + c)
+    for c in cutlass.range_constexpr(0, share.half, COLUMNS):
+        load_columns(ctx.tmem, plan.s.column + share.group_first + c, COLUMNS, share.thread, p.iterator + c, plan.s.rows)
     cute.arch.fence_view_async_tmem_load()
-    lse = cute.local_tile(ctx.shared.lse[None, bars.lse.stage(step)], (half,), (group,))
-    kept = weights(ctx, tile, m_block * plan.tile_m + first, row, p, packed, lse)
+    lse = share.of_statistic(ctx.shared.lse, bars.lse.stage(step))
+    kept = weights(ctx, tile, m_block * plan.tile_m, share, p, packed, lse)
     arrive(bars.lse.empty_at(step))
     cute.arch.barrier(barrier_id=COMPUTE_BARRIER, number_of_threads=THREADS)  # S has been read: P may go over it
-    for c in cutlass.range_constexpr(0, half // 2, COLUMNS // 2):
-        store_columns(ctx.tmem, plan.tmem_s + first // 2 + c, COLUMNS // 2, row, words.iterator + c)
-    cute.arch.fence_view_async_tmem_store()
+    if cutlass.const_expr(plan.transposed_kv):
+        store_shared(ctx.shared.ds[None, None, None, P], packed, share)
+        cute.arch.fence_view_async_shared()
+    else:
+        store_tensor(ctx.tmem, plan.s.column, packed, share)
+        cute.arch.fence_view_async_tmem_store()
     arrive(bars.s.empty_at(step))
 
     bars.dpsum.wait_full(step)
     bars.dp.wait_full(step)
-    dpsum = cute.local_tile(ctx.shared.dpsum[None, bars.dpsum.stage(step)], (half,), (group,))
-    for c in cutlass.range_constexpr(0, half, COLUMNS):
-        dp = cute.make_rmem_tensor(cute.make_layout(COLUMNS), cutlass.Float32)
-        load_columns(ctx.tmem, plan.tmem_dp + first + c, COLUMNS, row, dp.iterator)
+    dpsum = share.of_statistic(ctx.shared.dpsum, bars.dpsum.stage(step))
+    for c in cutlass.range_constexpr(0, share.half, COLUMNS):
+        dp = cute.make_rmem_tensor(cute.make_layout(held(plan.dp.rows, COLUMNS)), cutlass.Float32)
+        load_columns(ctx.tmem, plan.dp.column + share.group_first + c, COLUMNS, share.thread, dp.iterator, plan.dp.rows)
         cute.arch.fence_view_async_tmem_load()
         grad_scores(ctx, p, dp, dpsum, packed, kept, c)
     arrive(bars.dpsum.empty_at(step))
     cute.arch.barrier(barrier_id=COMPUTE_BARRIER, number_of_threads=THREADS)  # dP has been read: dS may go over it
-    for c in cutlass.range_constexpr(0, half // 2, COLUMNS // 2):
-        store_columns(ctx.tmem, plan.tmem_dp + first // 2 + c, COLUMNS // 2, row, words.iterator + c)
-    store_ds(ctx.shared.ds, packed, first, row)
-    cute.arch.fence_view_async_tmem_store()
+    if cutlass.const_expr(not plan.transposed_kv):
+        store_tensor(ctx.tmem, plan.dp.column, packed, share)
+        cute.arch.fence_view_async_tmem_store()
+    store_shared(ctx.shared.ds[None, None, None, DS], packed, share)
     cute.arch.fence_view_async_shared()
     arrive(bars.ds.full_at(step))
 
@@ -95,7 +126,7 @@ def weights(
     ctx: Context,
     tile: Tile,
     first_query: cutlass.Int32,
-    row: cutlass.Int32,
+    share: Share,
     p: cute.Tensor,
     packed: cute.Tensor,
     lse: cute.Tensor,
@@ -106,14 +137,16 @@ def weights(
     Returns which of the scores dropout keeps, a bit each.
     """
     call, static, plan = ctx.call, ctx.static, ctx.plan
-    first_key, columns = tile.n_block * plan.tile_n, cute.size(p)
+    first_key, columns = tile.n_block * plan.tile_n, share.columns
+    key, query = first_key + share.row, first_query + share.first
     kept = cutlass.Uint64(0)
     if cutlass.const_expr(static.dropout):
         stream = tile.batch * call.heads + tile.head
-        kept = kept_queries(ctx.scores.philox, ctx.scores.keep_from, stream, first_query, first_key + row, columns)
-    low, high = call.window.columns(first_key + row, first_query, tile.len_q, tile.len_k)
+        kept = kept_queries(ctx.scores.philox, ctx.scores.keep_from, stream, query, key, columns)
+    low, high = call.window.columns(key, query, tile.len_q, tile.len_k)
     if cutlass.const_expr(not static.softcap):
-        if not call.window.whole(first_key, first_query, plan.tile_n, columns, tile.len_q, tile.len_k):
+        group_query = first_query + share.group_first
+        if not call.window.whole(first_key, group_query, plan.tile_n, share.half, tile.len_q, tile.len_k):
             for c in cutlass.range_constexpr(columns):
                 p[c] = p[c] if c >= low and c <= high else -cutlass.Float32.inf
     for c in cutlass.range_constexpr(0, columns, 2):
@@ -177,13 +210,20 @@ def grad_scores(
 
 
 @cute.jit
-def store_ds(ds: cute.Tensor, packed: cute.Tensor, first: cutlass.Int32, row: cutlass.Int32):
-    """dS of one key into shared memory, where it lies with the queries contiguous: the A operand of dQ."""
-    staged = ds[None, None, None, 0]
-    shape = ((staged.shape[0][0], staged.shape[1]), (staged.shape[0][1], staged.shape[2]))
-    stride = ((staged.stride[0][0], staged.stride[1]), (staged.stride[0][1], staged.stride[2]))
-    plain = cute.make_tensor(staged.iterator, cute.make_layout(shape, stride=stride))  # (tile_m, tile_n)
-    column = cute.local_tile(plain[None, row], (8,), (None,))
+def store_tensor(tmem: cute.Pointer, column: cutlass.Constexpr, packed: cute.Tensor, share: Share):
+    """P or dS over the columns from `column`, two queries a column: an A operand in tensor memory."""
+    words, step = cute.recast_tensor(packed, cutlass.Float32), COLUMNS // 2
+    for c in cutlass.range_constexpr(0, share.half // 2, step):
+        store_columns(tmem, column + share.group_first // 2 + c, step, share.thread, words.iterator + c)
+
+
+@cute.jit
+def store_shared(scores: cute.Tensor, packed: cute.Tensor, share: Share):
+    """P or dS into shared memory, where they lie with the queries of a key contiguous, as dQ's product reads dS."""
+    shape = ((scores.shape[0][0], scores.shape[1]), (scores.shape[0][1], scores.shape[2]))
+    stride = ((scores.stride[0][0], scores.stride[1]), (scores.stride[0][1], scores.stride[2]))
+    plain = cute.make_tensor(scores.iterator, cute.make_layout(shape, stride=stride))  # (tile_m, tile_n)
+    column = cute.local_tile(plain[None, share.row], (8,), (None,))
     source = cute.local_tile(packed, (8,), (None,))
     for c in cutlass.range_constexpr(cute.size(packed) // 8):
-        cute.autovec_copy(source[None, c], column[None, first // 8 + c])
+        cute.autovec_copy(source[None, c], column[None, share.first // 8 + c])

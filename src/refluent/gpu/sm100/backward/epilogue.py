@@ -8,23 +8,25 @@ import cutlass.cute as cute
 from refluent.gpu.device.copies import bulk_reduce_add, load_columns
 from refluent.gpu.device.semaphore import release_turn, wait_turn
 from refluent.gpu.device.work import Tile
+from refluent.gpu.plans.sm100 import GROUP_STAGING_BYTES, Accumulator
+from refluent.gpu.sm100.backward.chunks import load_chunk, stage_chunk
 from refluent.gpu.sm100.backward.context import GROUP_BARRIER, Context
-from refluent.gpu.sm100.backward.reduce import stage_row
 
 COLUMNS = 16  # a thread moves at a time
 GROUP_THREADS = 128
 
 
 @cute.jit
-def store_grads(ctx: Context, tile: Tile, group: cutlass.Int32, row: cutlass.Int32):
-    """Both gradients of the tile; warpgroup `group` has half of the columns of each."""
+def store_grads(ctx: Context, tile: Tile, group: cutlass.Int32, thread: cutlass.Int32):
+    """Both gradients of the tile; warpgroup `group` has half of the columns of each accumulator."""
     plan, targets = ctx.plan, ctx.targets
     if cutlass.const_expr(ctx.call.group == 1):
-        store_rows(ctx, tile, group, row, targets.dv, plan.tmem_dv, plan.head_dim_v, cutlass.Float32(1.0))
-        store_rows(ctx, tile, group, row, targets.dk, plan.tmem_dk, plan.head_dim, ctx.call.scale)
+        store = store_turned if plan.transposed_kv else store_rows
+        store(ctx, tile, group, thread, targets.dv, plan.dv, cutlass.Float32(1.0))
+        store(ctx, tile, group, thread, targets.dk, plan.dk, ctx.call.scale)
     else:
         if tile.steps > 0:
-            add_rows(ctx, tile, group, row)
+            add_rows(ctx, tile, group, thread)
 
 
 @cute.jit
@@ -34,25 +36,20 @@ def store_rows(
     group: cutlass.Int32,
     row: cutlass.Int32,
     target: cute.Tensor,
-    column: cutlass.Constexpr,
-    width: cutlass.Constexpr,
+    acc: cutlass.Constexpr[Accumulator],
     factor: cutlass.Float32,
 ):
     """A thread's key row, scaled, in 16 bits; zeros where no query visits the tile. Padding is never written."""
-    side = ctx.call.keys
     key = tile.n_block * ctx.plan.tile_n + row
-    if cutlass.const_expr(side.cu_seqlens is not None):
-        line = target[side.start(tile.batch) + key, tile.head, None]
-    else:
-        line = target[tile.batch, key, tile.head, None]
-    out = cute.make_tensor(line.iterator.align(16), cute.make_layout((8, width // 8)))
+    line = key_line(ctx, tile, target, key)
+    out = cute.make_tensor(line.iterator.align(16), cute.make_layout((8, acc.columns // 8)))
     values = cute.make_rmem_tensor(cute.make_layout(COLUMNS), cutlass.Float32)
     packed = cute.make_rmem_tensor(cute.make_layout((8, COLUMNS // 8)), ctx.static.dtype)
-    half = width // 2
+    half = acc.columns // 2
     for c in cutlass.range_constexpr(0, half, COLUMNS):
         values.fill(0.0)
         if tile.steps > 0:
-            load_columns(ctx.tmem, column + group * half + c, COLUMNS, row, values.iterator)
+            load_columns(ctx.tmem, acc.column + group * half + c, COLUMNS, row, values.iterator)
             cute.arch.fence_view_async_tmem_load()
         for j in cutlass.range_constexpr(COLUMNS):
             packed[j] = (values[j] * factor).to(ctx.static.dtype)
@@ -64,22 +61,59 @@ def store_rows(
 
 
 @cute.jit
-def add_rows(ctx: Context, tile: Tile, group: cutlass.Int32, row: cutlass.Int32):
-    """Grouped heads: bulk reduce-adds into the key head's accumulators, through the buffer of dS."""
+def store_turned(
+    ctx: Context,
+    tile: Tile,
+    group: cutlass.Int32,
+    thread: cutlass.Int32,
+    target: cute.Tensor,
+    acc: cutlass.Constexpr[Accumulator],
+    factor: cutlass.Float32,
+):
+    """The same where keys are columns: a thread has one element of every key's row, a warp 64 bytes side by side."""
+    values = cute.make_rmem_tensor(cute.make_layout(COLUMNS), cutlass.Float32)
+    half = acc.columns // 2
+    for block in cutlass.const_expr(acc.blocks):
+        for c in cutlass.range_constexpr(0, half, COLUMNS):
+            values.fill(0.0)
+            if tile.steps > 0:
+                load_columns(ctx.tmem, block.column + group * half + c, COLUMNS, thread, values.iterator)
+                cute.arch.fence_view_async_tmem_load()
+            first = tile.n_block * ctx.plan.tile_n + group * half + c
+            line = key_line(ctx, tile, target, first)
+            place = block.first + thread
+            if place < line.shape[0]:
+                for j in cutlass.range_constexpr(COLUMNS):
+                    if first + j < tile.len_k:
+                        key_line(ctx, tile, target, first + j)[place] = (values[j] * factor).to(ctx.static.dtype)
+
+
+@cute.jit
+def key_line(ctx: Context, tile: Tile, target: cute.Tensor, key):
+    """(d,): the row of one key of the tile's sequence and head."""
+    side = ctx.call.keys
+    if cutlass.const_expr(side.cu_seqlens is not None):
+        return target[side.start(tile.batch) + key, tile.head, None]
+    return target[tile.batch, key, tile.head, None]
+
+
+@cute.jit
+def add_rows(ctx: Context, tile: Tile, group: cutlass.Int32, thread: cutlass.Int32):
+    """Grouped heads: bulk reduce-adds into the key head's accumulators, through the buffers of dS (and P)."""
     plan, targets = ctx.plan, ctx.targets
     block = ctx.call.keys.block_offset(tile.batch, plan.tile_n) + tile.n_block
     if cutlass.const_expr(ctx.static.deterministic):
-        if row == 0:
+        if thread == 0:
             turn = targets.dkv_turn[tile.kv_head, None]
             wait_turn(turn.iterator + 2 * block + group, tile.head % ctx.call.group)
     staged = cute.recast_ptr(ctx.shared.ds.iterator, dtype=cutlass.Float32)
-    buffer = cute.make_tensor(staged + group * plan.tile_n * COLUMNS, cute.make_layout(plan.tile_n * COLUMNS))
-    add_columns(ctx, tile, group, row, block, buffer, targets.dv_accum, plan.tmem_dv, plan.head_dim_v)
-    add_columns(ctx, tile, group, row, block, buffer, targets.dk_accum, plan.tmem_dk, plan.head_dim)
-    if row == 0:  # before the next tile's dS goes into the buffer, behind the compute barrier
+    buffer = staged + group * (GROUP_STAGING_BYTES // 4)
+    add_columns(ctx, group, thread, buffer, targets.dv_accum[tile.kv_head, block, None, None, None, None], plan.dv)
+    add_columns(ctx, group, thread, buffer, targets.dk_accum[tile.kv_head, block, None, None, None, None], plan.dk)
+    if thread == 0:  # before the next tile's scores go into the buffer, behind the compute barrier
         cute.arch.cp_async_bulk_wait_group(0, read=True)
     if cutlass.const_expr(ctx.static.deterministic):
-        if row == 0:
+        if thread == 0:
             cute.arch.cp_async_bulk_wait_group(0)
             turn = targets.dkv_turn[tile.kv_head, None]
             release_turn(turn.iterator + 2 * block + group)
@@ -88,27 +122,25 @@ def add_rows(ctx: Context, tile: Tile, group: cutlass.Int32, row: cutlass.Int32)
 @cute.jit
 def add_columns(
     ctx: Context,
-    tile: Tile,
     group: cutlass.Int32,
-    row: cutlass.Int32,
-    block: cutlass.Int32,
-    buffer: cute.Tensor,
+    thread: cutlass.Int32,
+    buffer: cute.Pointer,
     target: cute.Tensor,
-    column: cutlass.Constexpr,
-    width: cutlass.Constexpr,
+    acc: cutlass.Constexpr[Accumulator],
 ):
-    half, rows = width // 2, ctx.plan.tile_n
-    values = cute.make_rmem_tensor(cute.make_layout(COLUMNS), cutlass.Float32)
-    for c in cutlass.range_constexpr(0, half, COLUMNS):
-        load_columns(ctx.tmem, column + group * half + c, COLUMNS, row, values.iterator)
+    """The warpgroup's half of the columns of one accumulator to its workspace (chunks, width / 4, rows, 4)."""
+    half, width = acc.columns // 2, ctx.plan.group_columns
+    values = cute.make_rmem_tensor(cute.make_layout(acc.rows * width // GROUP_THREADS), cutlass.Float32)
+    for c in cutlass.range_constexpr(0, half, width):
+        load_chunk(ctx.tmem, acc, group * half + c, width, thread, values.iterator)
         cute.arch.fence_view_async_tmem_load()
-        if row == 0:
+        if thread == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=GROUP_THREADS)
-        stage_row(buffer, values, 0, row, rows, COLUMNS)
+        stage_chunk(buffer, acc, width, thread, values.iterator)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=GROUP_THREADS)
-        if row == 0:
-            chunk = target[tile.kv_head, block, (group * half + c) // COLUMNS, None, None, None]
-            bulk_reduce_add(chunk.iterator, buffer.iterator, rows * COLUMNS * 4)
+        if thread == 0:
+            chunk = target[(group * half + c) // width, None, None, None]
+            bulk_reduce_add(chunk.iterator, buffer, acc.rows * width * 4)
             cute.arch.cp_async_bulk_commit_group()

@@ -88,7 +88,7 @@ class Backward:
         grid = call.tiles()
         if ctas > 0:
             grid = cutlass.min(grid, ctas)
-        self.kernel(call, scores, sources, targets, products, layouts).launch(
+        self.kernel(call, scores, sources, targets).launch(
             grid=[grid, 1, 1], block=[THREADS, 1, 1], cluster=[1, 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
@@ -99,11 +99,11 @@ class Backward:
         scores: Scores,
         sources: Sources,
         targets: Targets,
-        products: Products,
-        layouts: Layouts,
     ):
         """One CTA: allocate, start the roles, free."""
         plan, dtype = self.static.plan, self.static.dtype
+        products = Products.make(dtype, plan)
+        layouts = Layouts.make(products, dtype, plan)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = cutlass.memory.SmemAllocator()
         barriers = make_barriers(memory, plan)
@@ -146,8 +146,8 @@ def make_sources(q, k, v, do, lse_log2, dpsum, products: Products, layouts: Layo
         return cute.select(layout, mode=[0, 1, 2])
 
     atom_a, atom_b = cute.nvgpu.make_tiled_tma_atom_A, cute.nvgpu.make_tiled_tma_atom_B
-    q_atom, q = atom_b(load_op, q, stage(layouts.q), (n, m, d), products.s, alone)
-    k_atom, k = atom_a(load_op, k, stage(layouts.k), (n, m, d), products.s, alone)
-    v_atom, v = atom_a(load_op, v, stage(layouts.v), (n, m, dv), products.dp, alone)
-    do_atom, do = atom_b(load_op, do, stage(layouts.do), (n, m, dv), products.dp, alone)
+    q_atom, q = atom_b(load_op, q, stage(layouts.q), (n, m, d), products.s[0], alone)
+    k_atom, k = atom_a(load_op, k, stage(layouts.k), (n, m, d), products.s[0], alone)
+    v_atom, v = atom_a(load_op, v, stage(layouts.v), (n, m, dv), products.dp[0], alone)
+    do_atom, do = atom_b(load_op, do, stage(layouts.do), (n, m, dv), products.dp[0], alone)
     return Sources(q_atom, q, k_atom, k, v_atom, v, do_atom, do, lse_log2, dpsum)

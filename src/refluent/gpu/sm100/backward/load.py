@@ -38,7 +38,7 @@ def load_tile(ctx: Context, tile: Tile, step: cutlass.Int32):
     """All loads of one tile; returns the step count after it."""
     call, plan, src, shared, bars = ctx.call, ctx.plan, ctx.sources, ctx.shared, ctx.barriers
     m, n, d, dv = plan.tile_m, plan.tile_n, plan.head_dim, plan.head_dim_v
-    s, dp = ctx.products.s.get_slice(0), ctx.products.dp.get_slice(0)
+    s, dp = ctx.products.s[0].get_slice(0), ctx.products.dp[0].get_slice(0)
     q_rows = sequence_rows(src.q, call.queries, tile.batch, tile.head, tile.len_q)
     do_rows = sequence_rows(src.do, call.queries, tile.batch, tile.head, tile.len_q)
     k_rows = sequence_rows(src.k, call.keys, tile.batch, tile.kv_head, tile.len_k)

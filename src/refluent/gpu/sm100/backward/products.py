@@ -5,9 +5,15 @@ S^T  = K Q^T    tile_n, tile_m, D      K, K-major               Q, K-major      
 dP^T = V dO^T   tile_n, tile_m, Dv     V, K-major               dO, K-major        dP
 dV  += P^T dO   tile_n, Dv, tile_m     P^T, tensor memory       dO, MN-major       dV
 dK  += dS^T Q   tile_n, D, tile_m      dS^T, tensor memory      Q, MN-major        dK
-dQ   = dS K     tile_m, D, tile_n      dS, MN-major             K, MN-major        dQ, over dP
+dQ   = dS K     tile_m, D, tile_n      dS, MN-major             K, MN-major        dQ
 
-Q, K and dO are read both K-major and MN-major: the two layouts put the same element at the same byte.
+A plan may turn the last three, so that their rows run along the head dimension, in blocks of 128 (the last of 64):
+
+dV^T += dO^T P  Dv, tile_n, tile_m     dO, MN-major             P^T, K-major       dV^T
+dK^T += Q^T dS  D, tile_n, tile_m      Q, MN-major              dS^T, K-major      dK^T
+dQ^T  = K^T dS^T  D, tile_m, tile_n    K, MN-major              dS, MN-major       dQ^T
+
+Q, K, dO, P and dS may be read both K-major and MN-major: the two layouts put the same element at the same byte.
 """
 
 from __future__ import annotations
@@ -19,81 +25,120 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.utils import blackwell_helpers
 
-from refluent.gpu.plans.sm100 import BackwardPlan
+from refluent.gpu.plans.sm100 import Accumulator, BackwardPlan
 
 K_MAJOR, MN_MAJOR = tcgen05.OperandMajorMode.K, tcgen05.OperandMajorMode.MN
 SHARED, TENSOR = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM
+
+Product = tuple[cute.TiledMma, ...]  # one MMA for each block of the accumulator's rows
 
 
 @dataclass(frozen=True)
 class Products:
     """The MMAs by what they compute."""
 
-    s: cute.TiledMma
-    dp: cute.TiledMma
-    dv: cute.TiledMma
-    dk: cute.TiledMma
-    dq: cute.TiledMma
+    s: Product
+    dp: Product
+    dv: Product
+    dk: Product
+    dq: Product
 
     @staticmethod
     def make(dtype, plan: BackwardPlan) -> Products:
-        m, n = plan.tile_m, plan.tile_n
-
-        def mma(a_major, b_major, rows, columns, a_source=SHARED):
-            return blackwell_helpers.make_trivial_tiled_mma(
-                dtype,
-                dtype,
-                a_major,
-                b_major,
-                cutlass.Float32,
-                tcgen05.CtaGroup.ONE,
-                (rows, columns),
-                a_source,
+        def product(acc: Accumulator, a_major, b_major, a_source=SHARED) -> Product:
+            return tuple(
+                blackwell_helpers.make_trivial_tiled_mma(
+                    dtype,
+                    dtype,
+                    a_major,
+                    b_major,
+                    cutlass.Float32,
+                    tcgen05.CtaGroup.ONE,
+                    (block.rows, acc.columns),
+                    a_source,
+                )
+                for block in acc.blocks
             )
 
+        kv = (MN_MAJOR, K_MAJOR) if plan.transposed_kv else (K_MAJOR, MN_MAJOR, TENSOR)
         return Products(
-            s=mma(K_MAJOR, K_MAJOR, n, m),
-            dp=mma(K_MAJOR, K_MAJOR, n, m),
-            dv=mma(K_MAJOR, MN_MAJOR, n, plan.head_dim_v, TENSOR),
-            dk=mma(K_MAJOR, MN_MAJOR, n, plan.head_dim, TENSOR),
-            dq=mma(MN_MAJOR, MN_MAJOR, m, plan.head_dim),
+            s=product(plan.s, K_MAJOR, K_MAJOR),
+            dp=product(plan.dp, K_MAJOR, K_MAJOR),
+            dv=product(plan.dv, *kv),
+            dk=product(plan.dk, *kv),
+            dq=product(plan.dq, MN_MAJOR, MN_MAJOR),
         )
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """Shared memory layouts; `*_t` is the MN-major reading of the same bytes."""
+    """Shared memory layouts; `*_t` reads the same bytes with the other mode contiguous, in blocks of a product's rows."""
 
     q: cute.ComposedLayout
     k: cute.ComposedLayout
     v: cute.ComposedLayout
     do: cute.ComposedLayout
     ds: cute.ComposedLayout
-    q_t: cute.ComposedLayout
-    k_t: cute.ComposedLayout
-    do_t: cute.ComposedLayout
+    ds_t: cute.ComposedLayout | None  # where dK takes dS from shared memory
+    q_t: tuple[cute.ComposedLayout, ...]
+    k_t: tuple[cute.ComposedLayout, ...]
+    do_t: tuple[cute.ComposedLayout, ...]
 
     @staticmethod
     def make(products: Products, dtype, plan: BackwardPlan) -> Layouts:
         m, n, d, dv = plan.tile_m, plan.tile_n, plan.head_dim, plan.head_dim_v
         a, b = blackwell_helpers.make_smem_layout_a, blackwell_helpers.make_smem_layout_b
+        s, dp = products.s[0], products.dp[0]
+
+        def turned(product: Product, acc: Accumulator, transposed: bool, depth: int, stages: int):
+            """The operand of a gradient that holds the inputs: B whole, or A in blocks."""
+            if not transposed:
+                return (b(product[0], (acc.rows, acc.columns, depth), dtype, stages),)
+            blocks = (a(mma, (block.rows, acc.columns, depth), dtype, 1) for mma, block in zip(product, acc.blocks))
+            return tuple(restage(layout, stages, acc.rows * depth) for layout in blocks)
+
+        ds = b(products.dq[0], (d, m, n), dtype, plan.score_stages) if plan.transposed_q else None
         return Layouts(
-            q=b(products.s, (n, m, d), dtype, plan.stages_q),
-            k=a(products.s, (n, m, d), dtype, 1),
-            v=a(products.dp, (n, m, dv), dtype, 1),
-            do=b(products.dp, (n, m, dv), dtype, plan.stages_do),
-            ds=a(products.dq, (m, d, n), dtype, 1),
-            q_t=b(products.dk, (n, d, m), dtype, plan.stages_q),
-            k_t=b(products.dq, (m, d, n), dtype, 1),
-            do_t=b(products.dv, (n, dv, m), dtype, plan.stages_do),
+            q=b(s, (n, m, d), dtype, plan.stages_q),
+            k=a(s, (n, m, d), dtype, 1),
+            v=a(dp, (n, m, dv), dtype, 1),
+            do=b(dp, (n, m, dv), dtype, plan.stages_do),
+            ds=ds or a(products.dq[0], (m, d, n), dtype, 1),
+            ds_t=b(products.dk[0], (d, n, m), dtype, plan.score_stages) if plan.transposed_kv else None,
+            q_t=turned(products.dk, plan.dk, plan.transposed_kv, m, plan.stages_q),
+            k_t=turned(products.dq, plan.dq, plan.transposed_q, n, 1),
+            do_t=turned(products.dv, plan.dv, plan.transposed_kv, m, plan.stages_do),
         )
 
 
+def restage(layout: cute.ComposedLayout, stages: int, stride: int) -> cute.ComposedLayout:
+    """The layout of one stage, repeated every `stride` elements."""
+    modes = cute.select(layout.outer, mode=[0, 1, 2])
+    return cute.make_composed_layout(layout.inner, layout.offset, cute.append(modes, cute.make_layout(stages, stride=stride)))
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Both sides of a product, a fragment each for every block of the accumulator's rows; a last mode is the stage."""
+
+    a: tuple[cute.Tensor, ...]
+    b: tuple[cute.Tensor, ...]
+
+
 @cute.jit
-def multiply(product: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate):
-    """acc = a b^T, or acc += a b^T: fragments of one stage, all steps of K."""
-    mma = cute.make_tiled_mma(cute.make_mma_atom(product.op))  # its accumulate flag must not outlive this scope
-    mma.set(tcgen05.Field.ACCUMULATE, accumulate)
-    for k in cutlass.range_constexpr(cute.size(b, mode=[2])):
-        cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
-        mma.set(tcgen05.Field.ACCUMULATE, True)
+def multiply(product: Product, acc, operands: Operands, stage, accumulate):
+    """acc = a b^T, or acc += a b^T, all steps of K; `stage` is that of the operand that has several."""
+    for block in cutlass.range_constexpr(len(product)):
+        mma = cute.make_tiled_mma(cute.make_mma_atom(product[block].op))  # its accumulate flag must not outlive this
+        mma.set(tcgen05.Field.ACCUMULATE, accumulate)
+        a, b = at_stage(operands.a[block], stage), at_stage(operands.b[block], stage)
+        for k in cutlass.range_constexpr(cute.size(b, mode=[2])):
+            cute.gemm(mma, acc[block], a[None, None, k], b[None, None, k], acc[block])
+            mma.set(tcgen05.Field.ACCUMULATE, True)
+
+
+def at_stage(fragment: cute.Tensor, stage) -> cute.Tensor:
+    """One stage of a fragment; those without the mode, and with one stage, have nothing to choose."""
+    if cute.rank(fragment) == 3:
+        return fragment
+    return fragment[None, None, None, stage if cute.size(fragment, mode=[3]) > 1 else 0]

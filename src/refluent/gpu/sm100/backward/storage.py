@@ -11,7 +11,8 @@ ds          compute, 8 warps -> MMA: dS is written           -
 dq          MMA commit -> reduce                             reduce, 4 warps: tensor memory is drained
 dkv         MMA commit -> compute, once a tile               compute, 8 warps: dV and dK are drained
 
-dS needs no empty barrier: dP of a step is issued after dQ of the one before, and the tensor unit works in order.
+dS needs no empty barrier: dP of a step is issued after dQ of the one before, and the tensor unit works in order. Nor
+does P in shared memory: S of a step is issued after dV of the one before.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import cutlass
 import cutlass.cute as cute
 
 from refluent.gpu.device.pipeline import Ring
-from refluent.gpu.plans.sm100 import REDUCE_COLUMNS, BackwardPlan
-from refluent.gpu.sm100.backward.products import Layouts, Products
+from refluent.gpu.plans.sm100 import LANES, Accumulator, BackwardPlan
+from refluent.gpu.sm100.backward.products import Layouts, Product, Products
 
 COMPUTE_WARPS, REDUCE_WARPS = 8, 4
 
@@ -81,18 +82,26 @@ def init_barriers(barriers: Barriers, plan: cutlass.Constexpr):
             cute.arch.mbarrier_init(ring.empty + stage, _TABLE[name][2])
 
 
+# Stages of the buffer of scores: P is there only where a plan's products take it from shared memory.
+DS, P = 0, 1
+
+
 @dataclass(frozen=True)
 class Shared:
-    """Operand and staging buffers; `staging` (tile_m * 32, stages) and the statistics (tile_m, stages) are float32."""
+    """Operand and staging buffers; `*_t` reads the same bytes with the other mode contiguous, in blocks of rows.
+
+    `staging` (dq.rows * reduce_columns, stages) and the statistics (tile_m, stages) are float32.
+    """
 
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
     do: cute.Tensor
     ds: cute.Tensor
-    q_t: cute.Tensor
-    k_t: cute.Tensor
-    do_t: cute.Tensor
+    ds_t: cute.Tensor | None
+    q_t: tuple[cute.Tensor, ...]
+    k_t: tuple[cute.Tensor, ...]
+    do_t: tuple[cute.Tensor, ...]
     staging: cute.Tensor
     lse: cute.Tensor
     dpsum: cute.Tensor
@@ -100,61 +109,78 @@ class Shared:
 
 def make_shared(memory, dtype, plan: BackwardPlan, layouts: Layouts) -> Shared:
     """Allocate the buffers, 1024-byte aligned for the swizzles."""
+    m, n = plan.tile_m, plan.tile_n
 
     def operand(layout):
         return memory.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
-    def reread(tensor, layout):
-        return cute.make_tensor(cute.recast_ptr(tensor.iterator, layout.inner, dtype), layout.outer)
+    def statistic(stages):
+        return memory.allocate_tensor(cutlass.Float32, cute.make_layout((m, stages)), byte_alignment=128)
+
+    def reread(tensor, layout, offset=0):
+        return cute.make_tensor(cute.recast_ptr(tensor.iterator + offset, layout.inner, dtype), layout.outer)
+
+    def blocks(tensor, layouts, depth):
+        return tuple(reread(tensor, layout, LANES * i * depth) for i, layout in enumerate(layouts))
 
     q, k, v, do = (operand(layout) for layout in (layouts.q, layouts.k, layouts.v, layouts.do))
     ds = operand(layouts.ds)
-    staged = cute.make_layout((plan.tile_m * REDUCE_COLUMNS, plan.stages_reduce))
+    staged = cute.make_layout((plan.dq.rows * plan.reduce_columns, plan.stages_reduce))
     return Shared(
         q,
         k,
         v,
         do,
         ds,
-        reread(q, layouts.q_t),
-        reread(k, layouts.k_t),
-        reread(do, layouts.do_t),
+        reread(ds, layouts.ds_t) if plan.transposed_kv else None,
+        blocks(q, layouts.q_t, m),
+        blocks(k, layouts.k_t, n),
+        blocks(do, layouts.do_t, m),
         memory.allocate_tensor(cutlass.Float32, staged, byte_alignment=1024),
-        memory.allocate_tensor(cutlass.Float32, cute.make_layout((plan.tile_m, plan.stages_q)), byte_alignment=128),
-        memory.allocate_tensor(cutlass.Float32, cute.make_layout((plan.tile_m, plan.stages_do)), byte_alignment=128),
+        statistic(plan.stages_q),
+        statistic(plan.stages_do),
     )
 
 
 @dataclass(frozen=True)
 class Accumulators:
-    """Tensor memory of the products, as the MMAs see it; p and ds are the 16-bit operands that lie over s and dp."""
+    """Tensor memory of the products, as the MMAs see it, in blocks of rows.
 
-    s: cute.Tensor
-    dp: cute.Tensor
-    dv: cute.Tensor
-    dk: cute.Tensor
-    dq: cute.Tensor
-    p: cute.Tensor
-    ds: cute.Tensor
+    p and ds are the 16-bit operands that lie over s and dp; None where a plan's products take them from shared memory.
+    """
+
+    s: tuple[cute.Tensor, ...]
+    dp: tuple[cute.Tensor, ...]
+    dv: tuple[cute.Tensor, ...]
+    dk: tuple[cute.Tensor, ...]
+    dq: tuple[cute.Tensor, ...]
+    p: cute.Tensor | None
+    ds: cute.Tensor | None
 
 
 def make_accumulators(tmem: cute.Pointer, dtype, plan: BackwardPlan, products: Products) -> Accumulators:
     """Lay the accumulators over the allocation at `tmem`, by the plan's map."""
-    m, n = plan.tile_m, plan.tile_n
 
-    def accumulator(mma, shape, column):
-        return cute.make_tensor(tmem + column, mma.make_fragment_C(mma.partition_shape_C(shape)).layout)
+    def accumulator(product: Product, acc: Accumulator):
+        return tuple(
+            cute.make_tensor(
+                tmem + block.column, mma.make_fragment_C(mma.partition_shape_C((block.rows, acc.columns))).layout
+            )
+            for mma, block in zip(product, acc.blocks)
+        )
 
-    def operand(mma, column):
-        layout = mma.make_fragment_A(mma.partition_shape_A((n, m))).layout
+    def operand(product: Product, column):
+        if plan.transposed_kv:
+            return None
+        layout = product[0].make_fragment_A(product[0].partition_shape_A((plan.tile_n, plan.tile_m))).layout
         return cute.make_tensor(cute.recast_ptr(tmem + column, dtype=dtype), layout)
 
     return Accumulators(
-        s=accumulator(products.s, (n, m), plan.tmem_s),
-        dp=accumulator(products.dp, (n, m), plan.tmem_dp),
-        dv=accumulator(products.dv, (n, plan.head_dim_v), plan.tmem_dv),
-        dk=accumulator(products.dk, (n, plan.head_dim), plan.tmem_dk),
-        dq=accumulator(products.dq, (m, plan.head_dim), plan.tmem_dp),
-        p=operand(products.dv, plan.tmem_s),
-        ds=operand(products.dk, plan.tmem_dp),
+        s=accumulator(products.s, plan.s),
+        dp=accumulator(products.dp, plan.dp),
+        dv=accumulator(products.dv, plan.dv),
+        dk=accumulator(products.dk, plan.dk),
+        dq=accumulator(products.dq, plan.dq),
+        p=operand(products.dv, plan.s.column),
+        ds=operand(products.dk, plan.dp.column),
     )
