@@ -47,8 +47,8 @@ class DeltaEntry:
 
 
 class ConvertEntry:
-    def __init__(self, tile, head_dim):
-        self.convert = Convert(tile, head_dim)
+    def __init__(self, tile, head_dim, transposed):
+        self.convert = Convert(tile, head_dim, transposed)
 
     @cute.jit
     def __call__(
@@ -105,17 +105,17 @@ def delta(arch, dtype, tile_m, head_dim_v, packed=False, seqused=False, dlse=Fal
 
 
 @cache
-def convert(arch, dtype, tile, head_dim, packed=False, seqused=False):
+def convert(arch, dtype, tile, head_dim, packed=False, seqused=False, transposed=False):
     """A compiled ConvertEntry; `arch` is that of the emulator's open context."""
-    block = tile * head_dim
+    rows, columns = (head_dim, tile) if transposed else (tile, head_dim)
     accumulator = fakes.make_fake_tensor(
         F32,
-        (cute.sym_int(), cute.sym_int(), head_dim // 4, tile, 4),
-        (cute.sym_int64(divisibility=4), block, tile * 4, 4, 1),
+        (cute.sym_int(), cute.sym_int(), columns // 4, rows, 4),
+        (cute.sym_int64(divisibility=4), rows * columns, rows * 4, 4, 1),
         assumed_align=16,
     )
     return cute.compile(
-        ConvertEntry(tile, head_dim),
+        ConvertEntry(tile, head_dim, transposed),
         accumulator,
         fakes.operand(fakes.TYPES[dtype], packed),
         maybe(packed, fakes.vector(I32)),

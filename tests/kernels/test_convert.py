@@ -15,7 +15,7 @@ pytestmark = pytest.mark.emulator
 FACTOR = 0.37
 
 
-def launch(rows, *, heads=2, head_dim=64, padded=64, tile=128, dtype=torch.bfloat16, wide=None, far=0):
+def launch(rows, *, heads=2, head_dim=64, padded=64, tile=128, dtype=torch.bfloat16, wide=None, far=0, turn=False):
     """(accumulator, output) of one launch; the output is NaN beforehand, and so is what the accumulator pads."""
     accumulator = torch.full((heads, rows.blocks(tile), padded // 4, tile, 4), NAN)
     shape = (rows.tokens,) if rows.packed else (rows.batch, rows.seqlen)
@@ -32,9 +32,25 @@ def launch(rows, *, heads=2, head_dim=64, padded=64, tile=128, dtype=torch.bfloa
     seqused = rows.seqused()
     with emulator.gpu("sm_100a", checks="none" if far else "all") as gpu:
         name = str(dtype).removeprefix("torch.")
-        kernel = entries.convert(gpu.arch, name, tile, padded, rows.packed, seqused is not None)
-        kernel(accumulator, out, rows.cu_seqlens(), seqused, FACTOR, rows.seqlen, rows.tokens, rows.batch)
+        kernel = entries.convert(gpu.arch, name, tile, padded, rows.packed, seqused is not None, turn)
+        kernel(
+            turned(accumulator) if turn else accumulator,
+            out,
+            rows.cu_seqlens(),
+            seqused,
+            FACTOR,
+            rows.seqlen,
+            rows.tokens,
+            rows.batch,
+        )
     return accumulator, out
+
+
+def turned(accumulator):
+    """(heads, blocks, d / 4, tile, 4) -> (heads, blocks, tile / 4, d, 4)."""
+    heads, blocks, quads, tile, _ = accumulator.shape
+    rows = accumulator.transpose(2, 3).reshape(heads, blocks, tile // 4, 4, 4 * quads)
+    return rows.transpose(3, 4).contiguous()
 
 
 def check(rows, accumulator, out, tile=128):
@@ -66,6 +82,11 @@ def test_columns_past_the_head_dimension_are_not_written(head_dim, padded):
 def test_tiles_of_64_rows():
     rows = Rows(70, (70,))
     check(rows, *launch(rows, head_dim=200, padded=256, tile=64), tile=64)
+
+
+@pytest.mark.parametrize("rows", SIDES.values(), ids=list(SIDES))
+def test_transposed(rows):
+    check(rows, *launch(rows, head_dim=136, padded=192, tile=64, wide=152, turn=True), tile=64)
 
 
 def test_strides_past_32_bits():

@@ -25,7 +25,7 @@ def held(rows: int, width: int) -> int:
 
 
 def held_row(rows: int, thread):
-    """The row of the block that a thread of the warpgroup holds. Of 64 rows a warp has 16, and two threads share one."""
+    """The row of the block that a thread of the warpgroup holds: of 64 rows a warp has 16, two threads to each."""
     return thread if rows == LANES else thread // 32 * 16 + thread % 16
 
 
@@ -50,13 +50,10 @@ def load_columns(
     """
     count = held(rows, width)
     repeat = REPETITIONS[count]
-    if cutlass.const_expr(rows == LANES):
-        atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(repeat), cutlass.Float32)
-        lanes, stride = LANES, 1 << 16
-    else:
-        atom = cute.make_copy_atom(tcgen05.Ld16x32bx2Op(repeat), cutlass.Float32)
-        lanes, stride = (16, 4), (1 << 16, 32 << 16)
-    source = cute.make_tensor(tmem + column, cute.make_layout((lanes, width), stride=(stride, 1)))
+    load = tcgen05.Ld32x32bOp if rows == LANES else tcgen05.Ld16x32bx2Op
+    atom = cute.make_copy_atom(load(repeat), cutlass.Float32)
+    lanes = (rows // 4, 4)  # of each warp's 32, from the first
+    source = cute.make_tensor(tmem + column, cute.make_layout((lanes, width), stride=((1 << 16, 32 << 16), 1)))
     copy = tcgen05.make_tmem_copy(atom, source).get_slice(thread)
     shape = copy.partition_D(cute.make_identity_tensor((rows, width))).shape
     cute.copy(copy, copy.partition_S(source), cute.make_tensor(values, cute.make_layout(shape)))

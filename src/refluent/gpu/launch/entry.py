@@ -11,9 +11,8 @@ from refluent.gpu.device.seqlen import Side, workspace_blocks
 from refluent.gpu.launch import fakes
 from refluent.gpu.launch.variant import Variant
 from refluent.gpu.launch.workspace import ALIGN, Extents, Sections, sections
-from refluent.gpu.plans.sm100 import REDUCE_COLUMNS
+from refluent.gpu.plans.sm100 import Accumulator
 from refluent.gpu.sm100.backward.context import Static, Targets
-from refluent.gpu.sm100.backward.epilogue import COLUMNS
 from refluent.gpu.sm100.backward.kernel import Backward
 
 
@@ -30,9 +29,9 @@ class BackwardEntry:
             variant.has_left,
             variant.has_right,
         )
-        self.convert_dq = Convert(plan.tile_m, plan.head_dim)
-        self.convert_dk = Convert(plan.tile_n, plan.head_dim)
-        self.convert_dv = Convert(plan.tile_n, plan.head_dim_v)
+        self.convert_dq = Convert(plan.tile_m, plan.head_dim, plan.transposed_q)
+        self.convert_dk = Convert(plan.tile_n, plan.head_dim, plan.transposed_kv)
+        self.convert_dv = Convert(plan.tile_n, plan.head_dim_v, plan.transposed_kv)
 
     @cute.jit
     def __call__(
@@ -143,26 +142,24 @@ class Views:
         blocks = self.extents.m_blocks
         return self._tensor(self.at.dsink, (cutlass.Int32(self.extents.heads), cutlass.Int32(blocks)), (blocks, 1))
 
-    def _accumulator(self, start, heads, blocks, tile: int, width: int, columns: int) -> cute.Tensor:
-        """(heads, blocks, width / columns, columns / 4, tile, 4), or without the fourth mode if columns is 4."""
-        block = cute.assume(cutlass.Int64(tile * width), divby=ALIGN)
-        shape = [cutlass.Int32(heads), cutlass.Int32(blocks), width // columns, columns // 4, tile, 4]
-        stride = [cute.assume(blocks * (tile * width), divby=ALIGN), block, tile * columns, tile * 4, 4, 1]
-        if columns == 4:
+    def _accumulator(self, start, heads, blocks, acc: Accumulator, width: int) -> cute.Tensor:
+        """(heads, blocks, chunks of `width` columns, width / 4, rows, 4), or without the fourth mode if width is 4."""
+        size = acc.rows * acc.columns
+        block = cute.assume(cutlass.Int64(size), divby=ALIGN)
+        shape = [cutlass.Int32(heads), cutlass.Int32(blocks), *acc.chunks(width)]
+        stride = [cute.assume(blocks * size, divby=ALIGN), block, acc.rows * width, acc.rows * 4, 4, 1]
+        if width == 4:
             del shape[3], stride[3]
         return self._tensor(start, tuple(shape), tuple(stride))
 
-    def dq(self, columns: int) -> cute.Tensor:
-        e, plan = self.extents, self.plan
-        return self._accumulator(self.at.dq, e.heads, e.m_blocks, plan.tile_m, plan.head_dim, columns)
+    def dq(self, width: int) -> cute.Tensor:
+        return self._accumulator(self.at.dq, self.extents.heads, self.extents.m_blocks, self.plan.dq, width)
 
-    def dk(self, columns: int) -> cute.Tensor:
-        e, plan = self.extents, self.plan
-        return self._accumulator(self.at.dk, e.heads_kv, e.n_blocks, plan.tile_n, plan.head_dim, columns)
+    def dk(self, width: int) -> cute.Tensor:
+        return self._accumulator(self.at.dk, self.extents.heads_kv, self.extents.n_blocks, self.plan.dk, width)
 
-    def dv(self, columns: int) -> cute.Tensor:
-        e, plan = self.extents, self.plan
-        return self._accumulator(self.at.dv, e.heads_kv, e.n_blocks, plan.tile_n, plan.head_dim_v, columns)
+    def dv(self, width: int) -> cute.Tensor:
+        return self._accumulator(self.at.dv, self.extents.heads_kv, self.extents.n_blocks, self.plan.dv, width)
 
     def _turns(self, start, heads, count) -> cute.Tensor:
         turns = self._tensor(start, (cutlass.Int32(heads), cutlass.Int32(count)), (count, 1))
@@ -172,11 +169,11 @@ class Views:
         """Where the main kernel's gradients go."""
         grouped, ordered, e = self.variant.group > 1, self.variant.deterministic, self.extents
         return Targets(
-            dq=self.dq(REDUCE_COLUMNS),
+            dq=self.dq(self.plan.reduce_columns),
             dk=None if grouped else dk,
             dv=None if grouped else dv,
-            dk_accum=self.dk(COLUMNS) if grouped else None,
-            dv_accum=self.dv(COLUMNS) if grouped else None,
+            dk_accum=self.dk(self.plan.group_columns) if grouped else None,
+            dv_accum=self.dv(self.plan.group_columns) if grouped else None,
             dq_turn=self._turns(self.at.dq_turn, e.heads, e.m_blocks) if ordered else None,
             dkv_turn=self._turns(self.at.dkv_turn, e.heads_kv, e.n_blocks * 2) if ordered and grouped else None,
         )

@@ -34,16 +34,15 @@ class Accumulator:
     @property
     def blocks(self) -> tuple[Block, ...]:
         """Of 128 rows side by side, the last of 64 where they don't divide the rows."""
-        firsts = range(0, self.rows, LANES)
         return tuple(
-            Block(first, min(LANES, self.rows - first), self.column + i * self.columns) for i, first in enumerate(firsts)
+            Block(first, min(LANES, self.rows - first), self.column + first // LANES * self.columns)
+            for first in range(0, self.rows, LANES)
         )
 
     @property
     def end(self) -> int:
         """First column behind it."""
         return self.column + len(self.blocks) * self.columns
-
 
     def chunks(self, width: int) -> tuple[int, int, int, int]:
         """Its shape in chunks of `width` columns, as they are staged and added up in global memory."""
@@ -186,9 +185,7 @@ def backward_plan(head_dim: int, head_dim_v: int) -> BackwardPlan | None:
     elif head_dim <= 192 and head_dim_v <= 128:
         plan = BackwardPlan(192, 128, tile_m=64, transposed_q=True)
     elif head_dim <= 256 and head_dim_v <= 256:
-        plan = BackwardPlan(
-            256, 256, tile_m=64, tile_n=64, transposed_q=True, transposed_kv=True, dq_over_dp=False
-        )
+        plan = BackwardPlan(256, 256, tile_m=64, tile_n=64, transposed_q=True, transposed_kv=True, dq_over_dp=False)
     else:
         return None
     assert plan.tmem_columns <= TENSOR_COLUMNS

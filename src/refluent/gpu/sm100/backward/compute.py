@@ -51,9 +51,7 @@ class Share:
         half = plan.tile_m // 2
         group_first = group * half
         first = group_first + held_column(plan.s.rows, half, thread)
-        return Share(
-            group, thread, held_row(plan.s.rows, thread), group_first, first, half, held(plan.s.rows, half)
-        )
+        return Share(group, thread, held_row(plan.s.rows, thread), group_first, first, half, held(plan.s.rows, half))
 
     def of_statistic(self, ring: cute.Tensor, stage) -> cute.Tensor:
         """The thread's queries of a (tile_m, stages) buffer."""
@@ -89,7 +87,9 @@ def compute_step(ctx: Context, tile: Tile, m_block: cutlass.Int32, share: Share,
     bars.lse.wait_full(step)
     bars.s.wait_full(step)
     for c in cutlass.range_constexpr(0, share.half, COLUMNS):
-        load_columns(ctx.tmem, plan.s.column + share.group_first + c, COLUMNS, share.thread, p.iterator + c, plan.s.rows)
+        load_columns(
+            ctx.tmem, plan.s.column + share.group_first + c, COLUMNS, share.thread, p.iterator + c, plan.s.rows
+        )
     cute.arch.fence_view_async_tmem_load()
     lse = share.of_statistic(ctx.shared.lse, bars.lse.stage(step))
     kept = weights(ctx, tile, m_block * plan.tile_m, share, p, packed, lse)

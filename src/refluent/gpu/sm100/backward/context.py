@@ -51,8 +51,8 @@ class Sources:
 class Targets:
     """Where gradients go. Grouped heads: dk, dv are None and the float32 accumulators are used, else the reverse.
 
-    dq (heads, m_blocks, *plan.dq_chunks), dk_accum, dv_accum (kv heads, n_blocks, *plan.dk_chunks, *plan.dv_chunks), float32;
-    dk, dv (b, s, h, d) or packed (t, h, d); dq_turn (heads, m_blocks), dkv_turn (kv heads, n_blocks) int32, the
+    dq (heads, m_blocks, *plan.dq_chunks), dk_accum (kv heads, n_blocks, *plan.dk_chunks), dv_accum likewise, float32;
+    dk, dv (b, s, h, d) or packed (t, h, d); dq_turn (heads, m_blocks), dkv_turn (kv heads, 2 n_blocks) int32, the
     semaphores of a deterministic call.
     """
 

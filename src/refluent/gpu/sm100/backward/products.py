@@ -72,7 +72,8 @@ class Products:
 
 @dataclass(frozen=True)
 class Layouts:
-    """Shared memory layouts; `*_t` reads the same bytes with the other mode contiguous, in blocks of a product's rows."""
+    """Shared memory layouts; `*_t` is the MN-major reading of the same bytes (of ds the K-major one), in blocks of a
+    product's rows where it is A."""
 
     q: cute.ComposedLayout
     k: cute.ComposedLayout
@@ -113,8 +114,8 @@ class Layouts:
 
 def restage(layout: cute.ComposedLayout, stages: int, stride: int) -> cute.ComposedLayout:
     """The layout of one stage, repeated every `stride` elements."""
-    modes = cute.select(layout.outer, mode=[0, 1, 2])
-    return cute.make_composed_layout(layout.inner, layout.offset, cute.append(modes, cute.make_layout(stages, stride=stride)))
+    outer = cute.append(cute.select(layout.outer, mode=[0, 1, 2]), cute.make_layout(stages, stride=stride))
+    return cute.make_composed_layout(layout.inner, layout.offset, outer)
 
 
 @dataclass(frozen=True)
