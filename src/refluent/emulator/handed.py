@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from refluent.emulator.errors import DriverError
 from refluent.emulator.launch import Allocation
 
 DEVICE_CPU, DEVICE_CUDA = 1, 2
+_MANY = 4096  # storages remembered before those that are gone are dropped
 _CAPSULE_NAMES = {b"dltensor": 0, b"dltensor_versioned": 32}  # where the DLTensor starts in the managed structure
 _DEVICE_TYPE, _DEVICE_ID = 8, 12  # in DLTensor
 
@@ -82,12 +85,15 @@ class HandedIn:
 
     def __init__(self) -> None:
         self._call: dict[int, Allocation] = {}
-        self._seen: dict[int, tuple[Allocation, Any]] = {}  # address -> storage, weak reference or None
+        self._seen: dict[int, Allocation] = {}  # by address; kept alive only where nothing weaker is possible
         self._fresh: dict[int, Any] = {}  # address of a storage from torch.empty -> weak reference
 
     def clear(self) -> None:
-        """A new call begins."""
+        """A call begins, or has ended."""
         self._call.clear()
+        if len(self._seen) + len(self._fresh) > _MANY:
+            self._seen = {at: seen for at, seen in self._seen.items() if seen.alive is None or seen.alive()}
+            self._fresh = {at: reference for at, reference in self._fresh.items() if not reference.expired()}
 
     def forget(self) -> None:
         """The context ends."""
@@ -104,15 +110,14 @@ class HandedIn:
             self._call[allocation.address] = allocation
 
     def note(self, value: Any) -> Allocation:
-        """Remember a storage for pointers into it; torch's are not kept alive by that."""
+        """Remember a storage for pointers into it; it is not kept alive by that where that can be avoided."""
         if isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
-            reference = StorageWeakRef(storage)
-            allocation = _torch_storage(value, storage, reference, self._is_fresh(value, storage))
-            self._seen[allocation.address] = (dataclasses.replace(allocation, owner=None), reference)
+            allocation = _torch_storage(value, storage, self._is_fresh(value, storage))
         else:
             allocation = _numpy_storage(value) if isinstance(value, np.ndarray) else _dlpack_extent(value)
-            self._seen[allocation.address] = (allocation, None)
+        weak = allocation.alive is not _always
+        self._seen[allocation.address] = dataclasses.replace(allocation, owner=None) if weak else allocation
         return allocation
 
     def allocated(self, tensor: torch.Tensor) -> None:
@@ -160,8 +165,8 @@ class HandedIn:
 
     def find(self, address: int) -> Allocation | None:
         """The living storage that holds an address."""
-        for start, (allocation, reference) in list(self._seen.items()):
-            if reference is not None and reference.expired():
+        for start, allocation in list(self._seen.items()):
+            if allocation.alive is not None and not allocation.alive():
                 del self._seen[start]
             elif allocation.address <= address < allocation.end:
                 return allocation
@@ -218,7 +223,8 @@ def _rebuilt(value: Any, convert: Any) -> Any:
     return value
 
 
-def _torch_storage(value: torch.Tensor, storage: Any, reference: Any, fresh: bool) -> Allocation:
+def _torch_storage(value: torch.Tensor, storage: Any, fresh: bool) -> Allocation:
+    reference = StorageWeakRef(storage)
     _refuse_real_gpu(value)
     name = f"{str(value.dtype).removeprefix('torch.')} tensor {tuple(value.shape)}"
     return Allocation(storage.data_ptr(), storage.nbytes(), name, fresh, storage, lambda: not reference.expired())
@@ -229,12 +235,20 @@ def _always() -> bool:
     return True
 
 
+def _living(owner: Any) -> Callable[[], bool]:
+    try:
+        reference = weakref.ref(owner)
+    except TypeError:
+        return _always
+    return lambda: reference() is not None
+
+
 def _numpy_storage(value: np.ndarray) -> Allocation:
     base: Any = value
     while isinstance(base.base, np.ndarray):
         base = base.base
     low, high = np.lib.array_utils.byte_bounds(base)
-    return Allocation(low, high - low, f"{value.dtype} array {value.shape}", owner=base, alive=_always)
+    return Allocation(low, high - low, f"{value.dtype} array {value.shape}", owner=base, alive=_living(base))
 
 
 def _dlpack_extent(value: Any) -> Allocation:
@@ -250,7 +264,9 @@ def _dlpack_extent(value: Any) -> Allocation:
     else:
         strides = [math.prod(shape[i + 1 :]) for i in range(ndim)]
     extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides)) if all(shape) else 0
-    return Allocation(data + offset, math.ceil(extent * bits / 8), f"array {tuple(shape)}", owner=value, alive=_always)
+    return Allocation(
+        data + offset, math.ceil(extent * bits / 8), f"array {tuple(shape)}", owner=value, alive=_living(value)
+    )
 
 
 def _flat(value: Any) -> list[int]:
