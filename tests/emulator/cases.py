@@ -11,7 +11,18 @@ import numpy as np
 import torch
 from cutlass.cute.runtime import from_dlpack
 
-from emulator.kernels import bulk, clusters, elementwise, fragments, gemm_sm90, gemm_sm100, reductions, scheduling, tma
+from emulator.kernels import (
+    barriers,
+    bulk,
+    clusters,
+    elementwise,
+    fragments,
+    gemm_sm90,
+    gemm_sm100,
+    reductions,
+    scheduling,
+    tma,
+)
 from refluent.emulator import cudart
 
 BOTH = ("sm_90a", "sm_100a")
@@ -113,6 +124,20 @@ def bulk_reduce_in_turns():
     for row in x:
         expected += row
     same(sums, expected)
+
+
+@case()
+def named_barriers():
+    x, y = torch.randn(7, barriers.HALF), torch.empty(7, barriers.HALF)
+    launch(barriers.turns, on_gpu(x), on_gpu(y))
+    same(y, x.flip(1))
+
+
+@case()
+def mbarrier_ring():
+    x, y = torch.randn(11, barriers.HALF), torch.empty(11, barriers.HALF)
+    launch(barriers.ring, on_gpu(x), on_gpu(y))
+    same(y, x.flip(1))
 
 
 @case()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
-from cutlass.utils import LayoutEnum, blackwell_helpers
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import blackwell_helpers
 
 MMA_WARP, TMA_WARP = 4, 5
 THREADS = 192
