@@ -186,7 +186,7 @@ def make_score_mod(case: Case, random: torch.Generator, longest: tuple[int, int]
 
     name, (sq, sk), batch = case.score_mod, longest, len(case.lengths_q)
     if name == "alibi":
-        slope = leaf(case.heads, factor=0.1)
+        slope = leaf(case.heads, factor=4 / max(sq, sk, 40))  # rounding of far larger scores fails eager attention too
         return (lambda s, b, h, i, j: s + slope[h] * (j - i)), {"slope": slope}
     if name == "table":
         bias = leaf(1, case.heads, max(sq, 1), max(sk, 1))
@@ -276,7 +276,7 @@ def cases(draw: st.DrawFn, varlen: bool | None = None, longest: int = 300) -> Ca
         layout="bshd" if varlen else draw(st.sampled_from(["bshd", "bhsd"])),
         strides=draw(st.sampled_from(["contiguous", "transposed", "sliced", "every other row"])),
         do_strides=draw(st.sampled_from(["contiguous", "stride 0", "transposed", "last not 1"])),
-        scale=rarely(st.sampled_from([0.5, 1.0, 0.01])),
+        scale=rarely(st.sampled_from([0.2, 0.1, 0.01])),
         causal=draw(st.booleans()),
         window=rarely(st.tuples(open_or, open_or)),
         softcap=rarely(st.sampled_from([0.7, 30.0]), 0.0),

@@ -6,9 +6,9 @@ single contribution to the tensor.  lse and max_score have an absolute-relative 
 one.  Rows that no query or key takes part in have to be exactly 0 (-inf in lse).
 
 Where the rule leaves room: eager's error is the larger of two runs whose products sum in opposite orders, and at least
-what rounding the exact result costs, because the largest error of one run is luck to a good part.  A captured tensor
-that is smaller than the number of rows is a sum over whole rows, as dsink is: delta, made from the rounded o, adds its
-rounding once a row, so T grows with the root of the rows per element, as in dsink's bound.
+what rounding the exact result costs, because the largest error of one run is luck to a good part.  An element of a
+captured tensor to which many rows add is a sum over rows, as dsink is: delta, made from the rounded o, adds its
+rounding once a row, so T grows with the root of the number of rows, as in dsink's bound.
 """
 
 from __future__ import annotations
@@ -110,11 +110,12 @@ class Expected:
     forward: reference.Result
     backward: reference.Gradients | None
     eager: dict[str, Tensor]
+    heads_first: tuple[bool, bool]  # whether q's side, k's side came as (b, h, s, d)
 
     def check_forward(self, o: Tensor, lse: Tensor | None = None, max_score: Tensor | None = None) -> list[Errors]:
         """Judges the forward's outputs; returns their errors."""
         errors = [check("o", o, self.forward.o, self.eager["o"], self.forward.largest["o"], self.dtype)]
-        _check_zero("o", o, self._silent(o))
+        _check_zero("o", o, self._silent())
         if lse is not None:
             errors.append(check_lse("lse", lse, self.forward.lse, self.dtype))
         if max_score is not None:
@@ -140,19 +141,25 @@ class Expected:
                 continue
             largest = self.backward.largest[name]
             if name not in got:
-                largest *= math.sqrt(max(1.0, self.forward.lse.numel() / max(1, tensor.numel())))
+                largest *= math.sqrt(self._rows_per_element(tensor))
             errors.append(check(name, tensor, expected[name], self.eager[name], largest, self.dtype))
             if name in got:
-                _check_zero(name, tensor, self._silent(tensor) if name == "dq" else ~self.forward.reached)
+                _check_zero(name, tensor, self._silent() if name == "dq" else ~self.forward.reached)
         if dsink is not None and self.backward.dsink is not None:
             rows = self.forward.lse.numel() // max(1, dsink.numel())
             errors.append(check_sink(dsink, self.backward.dsink, self.backward.largest["dsink"], rows, self.dtype))
         return errors
 
-    def _silent(self, like: Tensor) -> Tensor:
+    def _rows_per_element(self, captured: Tensor) -> float:
+        """How many rows add to one element of a captured tensor, at most and on average."""
+        rows = self.forward.lse.numel()
+        reads = rows * self.forward.reached.shape[-1 if self.heads_first[1] else -2] / max(1, captured.numel())
+        return max(1.0, min(rows, reads))
+
+    def _silent(self) -> Tensor:
         """Which (row, head) of o and dq take part in nothing: outside every sequence, or empty."""
         silent = self.forward.max_score == -math.inf  # (b, h, sq) or (h, tq)
-        return silent if silent.shape == like.shape[:-1] else silent.transpose(-1, -2)
+        return silent if self.heads_first[0] else silent.transpose(-1, -2)
 
 
 def expect(
@@ -170,7 +177,8 @@ def expect(
     exact = _by_name(forward, backward)
     for name, t in eager.items():  # the largest error of one run is luck to a good part; of two, less
         eager[name] = max(t, other[name], key=lambda x: reference.peak(_error(x, exact[name])))
-    return Expected(q.dtype, forward, backward, eager)
+    heads_first = reference.prepare(q, k, v, **options).transposed
+    return Expected(q.dtype, forward, backward, eager, heads_first)
 
 
 def _by_name(forward: reference.Result, backward: reference.Gradients | None) -> dict[str, Tensor]:
