@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from refluent.emulator import isa, runtime, state
+from refluent.emulator.check import wgmma_flow
 from refluent.emulator.codegen.jit import CompiledKernel, compile_kernel
 from refluent.emulator.codegen.registry import is_event
 from refluent.emulator.cta import CTA, Cluster, MachineWarp
@@ -44,6 +45,11 @@ class Program:
                 self.handlers[instr.index] = isa.prepare(instr, self.kernel)
                 words = {instr.opcode, *instr.modifiers}
                 self.convergent[instr.index] = not words.isdisjoint(("aligned", "bar", "sync"))
+
+    @cached_property
+    def wgmma_violations(self) -> list[tuple[int, str]]:
+        """What the kernel's text does wrong with registers of wgmma: (instruction, words)."""
+        return wgmma_flow.violations(self.kernel, self.compiled.blocks)
 
 
 @lru_cache(maxsize=256)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from refluent.emulator import grid, isa, runtime, state
 from refluent.emulator.check.checker import Checker, NoChecker
 from refluent.emulator.cta import CTA, MachineWarp
@@ -81,6 +83,9 @@ class Machine:
         program = self.translate(request.ptx, request.kernel)
         launch = Launch(self, request, program, self.last_launch if request.programmatic else None)
         self.check.launched(launch)
+        if self.check.enabled:
+            for instr, text in program.wgmma_violations:
+                self.report.add("wgmma", text, launch, instr=instr)
         self.last_launch = launch
         self.launches.append(launch)
         return launch
@@ -88,8 +93,9 @@ class Machine:
     def synchronize(self) -> None:
         """Run everything queued. Raises EmulatorError (deadlock, fault) after the report has been filled."""
         try:
-            while self.launches:
-                self._turn()
+            with np.errstate(invalid="ignore", over="ignore"):  # a kernel's inf and NaN are its own business
+                while self.launches:
+                    self._turn()
         finally:
             if self.launches:
                 self._abandon()

@@ -6,11 +6,12 @@ Source: PTX ISA, "wgmma.mma_async", "Matrix descriptor format", "Register fragme
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from refluent.emulator.isa import fragment_maps, numeric
-from refluent.emulator.isa.operand import MatrixDescriptor, chunk_addresses, gather
+from refluent.emulator.isa.operand import MatrixDescriptor, chunk_addresses, gather, operand_end
 
 M = 64  # rows of one wgmma, 16 a warp
 
@@ -49,6 +50,12 @@ class WgmmaShape:
 
     def b_addresses(self, b: MatrixDescriptor) -> np.ndarray:
         return chunk_addresses(b, self.n, numeric.K_BYTES, numeric.ELEMENT_BYTES[self.b_type], self.b_mn_major)
+
+    @lru_cache(maxsize=4096)  # noqa: B019 - shapes are few and live as long as the kernel
+    def operands_end(self, a: MatrixDescriptor | None, b: MatrixDescriptor) -> int:
+        """One past the last byte of shared memory that the operands reach."""
+        end = operand_end(self.b_addresses(b))
+        return end if a is None else max(end, operand_end(self.a_addresses(a)))
 
     def read_a(self, window: np.ndarray, a: MatrixDescriptor, slab: int | None = None) -> np.ndarray:
         """A (64, k) float32, or the 16 rows of warp `slab`, from shared memory."""

@@ -70,11 +70,10 @@ K_BYTES = 32  # of one matrix instruction, every type
 
 def multiply_accumulate(a: np.ndarray, b: np.ndarray, c: np.ndarray | None, model: str) -> np.ndarray:
     """a (m, k) @ b (n, k)^T + c (m, n), all float32. model: "fp32", or "truncate" (fixed-point alignment, cut)."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        if model == "fp32":
-            product = a @ b.T
-            return product if c is None else product + c
-        return _truncating(a, b, c)
+    if model == "fp32":
+        product = a @ b.T
+        return product if c is None else product + c
+    return _truncating(a, b, c)
 
 
 _FRACTION_BITS = 25  # below the largest addend's leading bit, H100 and B200 (arXiv 2511.10909, table of widths)

@@ -32,6 +32,7 @@ class MatrixDescriptor:
     swizzle: int
 
     @staticmethod
+    @lru_cache(maxsize=8192)
     def decode(word: int, arch: int) -> MatrixDescriptor:
         """Decode the 64-bit word of a tcgen05 (arch 100) or wgmma (arch 90) descriptor."""
         if arch >= 100:
@@ -64,6 +65,11 @@ def swizzle_address(address: np.ndarray, swizzle: int) -> np.ndarray:
         return address
     bits = {32: 1, 64: 3, 128: 7}[swizzle]
     return address ^ (((address >> 7) & bits) << 4)
+
+
+def operand_end(addresses: np.ndarray) -> int:
+    """One past the last byte of an operand's chunks."""
+    return int(addresses.max()) + CHUNK
 
 
 @lru_cache(maxsize=8192)

@@ -275,7 +275,8 @@ def prepare_mma(instr: Instruction, kernel: Kernel) -> Handler:
         modifiers.flag(f"collector::a::{use}")
     modifiers.done()
     d, a, b, idesc, *rest = instr.operands
-    disabled = rest.pop(0).items if rest and isinstance(rest[0], Vec) else ()
+    lanes_off = rest.pop(0) if rest and isinstance(rest[0], Vec) else None
+    disabled = lanes_off.items if isinstance(lanes_off, Vec) else ()
     if len(disabled) not in (0, 4 * group) or len(rest) != 1 or not isinstance(d, Addr):
         raise modifiers.refuse("[d], a, b, idesc, enable-input-d expected (scale-input-d is not executed)")
 

@@ -8,7 +8,7 @@ checker holds its operands to be in use.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from refluent.emulator.machine import Machine
 
 GROUPS = "wgmma"
+WARPS = 4  # of a warpgroup
 _K_OF = {"bf16": "k16", "f16": "k16", "tf32": "k8", "e4m3": "k32", "e5m2": "k32"}
 
 
@@ -34,7 +35,6 @@ class WarpGroups:
     committed: int = 0
     complete: int = 0
     open: bool = False  # operations issued since the last commit
-    fenced: bool = False  # wgmma.fence since registers were last touched
     accumulators: dict[int, tuple[int, int]] = field(default_factory=dict)  # register -> (group, columns)
     issued: list[int] = field(default_factory=list)  # instructions, to compare within the warpgroup
 
@@ -98,14 +98,16 @@ def prepare_wgmma(instr: Instruction, kernel: Kernel) -> Handler:
                 a = MatrixDescriptor.decode(lane_value(warp, operands.a, 0), machine.arch_number)
         except DescriptorError as error:
             raise MemoryFault(f"{instr.name}: {error}") from None
-        _check_bounds(cta, shape, a, b, instr)
+        end = shape.operands_end(a, b)
+        if end > cta.shared_end:
+            raise MemoryFault(f"{instr.name}: an operand reaches {end:#x}, past shared memory")
         if machine.check.enabled:
             _check(machine, cta, warp, state, instr, operands, a, b)
         state.open = True
         state.issued.append(instr.index)
         slab = warp.index % 4
         values_a = _read_a(cta, warp, operands, a, slab)
-        values_b = shape.read_b(cta.shared, b)
+        values_b = _read_b(cta, warp, len(state.issued), shape, b)
         old = read_rows(warp, operands.d)
         c = fragment_maps.read_accumulator(old, shape.accumulate_f16) if flag(warp, operands.scale_d, 0) else None
         d = numeric.multiply_accumulate(values_a, values_b, c, machine.accumulator)
@@ -124,12 +126,16 @@ def _read_a(cta: CTA, warp: MachineWarp, operands: _Operands, a: MatrixDescripto
     return operands.shape.read_a(cta.shared, a, slab)
 
 
-def _check_bounds(
-    cta: CTA, shape: WgmmaShape, a: MatrixDescriptor | None, b: MatrixDescriptor, instr: Instruction
-) -> None:
-    for addresses in (None if a is None else shape.a_addresses(a), shape.b_addresses(b)):
-        if addresses is not None and addresses.max() + 16 > cta.shared_end:
-            raise MemoryFault(f"{instr.name}: an operand reaches {int(addresses.max()) + 16:#x}, past shared memory")
+def _read_b(cta: CTA, warp: MachineWarp, number: int, shape: WgmmaShape, b: MatrixDescriptor) -> np.ndarray:
+    """B, read once for the four warps of a warpgroup: by the first that executes its operation `number`."""
+    operands: dict[int, list[Any]] = cta.groups.setdefault(f"wgmma B {warp.warpgroup}", {})
+    entry = operands.get(number)
+    if entry is None or entry[0] != (shape, b):
+        operands[number] = entry = [(shape, b), shape.read_b(cta.shared, b), 0]
+    entry[2] += 1
+    if entry[2] == WARPS:
+        del operands[number]
+    return entry[1]
 
 
 def _check(
@@ -142,8 +148,6 @@ def _check(
     a: MatrixDescriptor | None,
     b: MatrixDescriptor,
 ) -> None:
-    if not state.fenced:
-        machine.finding("wgmma", "wgmma.mma_async without a wgmma.fence before the first one", cta, warp, instr.index)
     group = state.committed + 1
     for register in operands.d.tolist():
         flight = state.accumulators.get(register)
@@ -161,12 +165,11 @@ def _check(
 
 @handles("wgmma.fence")
 def prepare_fence(instr: Instruction, kernel: Kernel) -> Handler:
-    """wgmma.fence.sync.aligned"""
+    """wgmma.fence.sync.aligned: registers change at once here, so only check/wgmma_flow.py looks for it."""
     _plain(instr, kernel)
 
     def handler(machine: Machine, cta: CTA, warp: MachineWarp, mask: int) -> Outcome:
         converged(machine, cta, warp, mask, instr)
-        groups_of(warp).fenced = True
         return CONTINUE
 
     return handler
