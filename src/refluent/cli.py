@@ -1,4 +1,4 @@
-"""The command line: refluent demo | doctor | check | bench | emulate.
+"""The command line: refluent demo | doctor | check | bench | emulate | plan | cache.
 
 Each command imports what it needs when it runs, and returns its exit code: 0 done, 1 a check failed, 2 wrong usage,
 130 interrupted.
@@ -51,6 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(commands)
     _add_bench(commands)
     _add_emulate(commands)
+    _add_plan(commands)
+    _add_cache(commands)
     return parser
 
 
@@ -195,6 +197,76 @@ def _bench(arguments: argparse.Namespace) -> int:
     if arguments.name not in scripts:
         raise UsageError(f"no benchmark {arguments.name!r}; there are: {', '.join(scripts)}")
     return subprocess.run([sys.executable, scripts[arguments.name], *arguments.arguments]).returncode
+
+
+def _add_plan(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="show the tiles and memory maps of a kernel",
+        description="Prints which plan serves a problem: tiles, stages, warps, and the maps of tensor memory and "
+        "shared memory, drawn to scale.",
+    )
+    parser.add_argument("--arch", choices=["sm100"], default="sm100", help="architecture (default: %(default)s)")
+    parser.add_argument("--head-dim", type=_positive, required=True, metavar="D", help="of q and k, in elements")
+    parser.add_argument("--head-dim-v", type=_positive, metavar="D", help="of v (default: that of q and k)")
+    parser.add_argument("--causal", action="store_true", help="with a causal mask")
+    parser.add_argument(
+        "--window", nargs=2, type=int, metavar=("LEFT", "RIGHT"), default=(-1, -1), help="positions; -1: open"
+    )
+    parser.set_defaults(command=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from refluent.gpu.plans.draw import draw
+    from refluent.gpu.plans.sm100 import backward_plan
+    from refluent.problem import MAX_HEAD_DIM, check_window
+
+    head_dim, head_dim_v = arguments.head_dim, arguments.head_dim_v or arguments.head_dim
+    for name, value in (("--head-dim", head_dim), ("--head-dim-v", head_dim_v)):
+        if value % 8 or value > MAX_HEAD_DIM:
+            raise UsageError(f"{name}: got {value}; allowed: a multiple of 8 up to {MAX_HEAD_DIM}")
+    try:
+        _, right = check_window(tuple(arguments.window))
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
+    plan = backward_plan(head_dim, head_dim_v)
+    if plan is None:
+        print(f"no plan for head dimensions {head_dim} and {head_dim_v} on {arguments.arch}")
+        return 1
+    print(draw(plan, head_dim, head_dim_v, arguments.causal or right is not None))
+    return 0
+
+
+def _add_cache(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "cache",
+        help="show or clear the compiled kernels on disk",
+        description="Lists the compiled kernels that are kept on disk, the most recently used first, or deletes them. "
+        "They are made again when they are needed.",
+    )
+    parser.add_argument("action", nargs="?", choices=["show", "clear"], default="show", help="default: show")
+    parser.set_defaults(command=_cache)
+
+
+def _cache(arguments: argparse.Namespace) -> int:
+    if importlib.util.find_spec("fcntl") is None:
+        raise UsageError("there are GPU kernels for Linux only, so nothing is kept here")
+    import time
+
+    from refluent.gpu import cache
+
+    store = cache.Cache(cache.default_folder())
+    if arguments.action == "clear":
+        count = len(store.entries())
+        print(f"{count} kernels deleted, {store.clear() / 1e6:.1f} MB, from {store.folder}")
+        return 0
+    entries = store.entries()
+    total = sum(entry.size for entry in entries)
+    print(f"{store.folder}: {len(entries)} kernels, {total / 1e6:.1f} of at most {store.limit / 1e6:.0f} MB")
+    for entry in entries:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        print(f"  {used}  {entry.size / 1e6:5.1f} MB  {entry.name}")
+    return 0
 
 
 def _positive(value: str) -> int:

@@ -7,7 +7,7 @@ from importlib import metadata
 
 import torch
 
-from refluent.gpu.plans.sm100 import PADDED, backward_plan
+from refluent.gpu.plans.sm100 import backward_plan
 from refluent.problem import Problem
 
 DSL, DSL_VERSION = "nvidia-cutlass-dsl", "4.8.1"
@@ -20,10 +20,7 @@ def unsupported(problem: Problem) -> str | None:
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"its kernels take bfloat16 and float16, got {problem.dtype}; backend='torch' takes it"
     if backward_plan(problem.head_dim, problem.head_dim_v) is None:
-        return (
-            f"its kernels have plans for head dimensions up to {PADDED[-1]}, got {problem.head_dim} and "
-            f"{problem.head_dim_v}; backend='torch' takes them"
-        )
+        return f"no plan for head dimensions {problem.head_dim} and {problem.head_dim_v}; backend='torch' takes them"
     for name in ("score_mod", "mask_mod", "block_mask"):
         if getattr(options, name) is not None:
             return f"its kernels do not take a {name} yet; backend='torch' does"
