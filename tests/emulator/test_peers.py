@@ -8,6 +8,7 @@ quack and triton (the extra `peers`); run with `-m peers`.
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -94,11 +95,18 @@ def unexplained(chip):
 
 @pytest.fixture(autouse=True)
 def fresh_caches():
-    """flash-attn-4 keeps compiled kernels by keys that do not all name the architecture."""
-    for name in dir(interface):
-        cache = getattr(getattr(interface, name), "compile_cache", None)
+    """The peers keep compiled kernels by keys that do not all name the architecture."""
+    for value in list(vars(interface).values()):
+        cache = getattr(value, "compile_cache", None)
         if cache is not None:
             cache.clear()
+    modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "quack"]
+    values = [value for module in modules for value in vars(module).values()]
+    values += [inner for value in values if isinstance(value, type) for inner in vars(value).values()]
+    for value in values:
+        function = getattr(value, "__func__", value)
+        if isinstance(getattr(function, "cache", None), dict) and hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 ATTENTION = {
