@@ -64,6 +64,20 @@ def test_packed_sequences_among_foreign_rows():
     assert not dv[70:].any()
 
 
+def test_vectors_with_gaps():
+    """Offsets, lengths and sinks that are slices or expanded, one of them of size 1."""
+    q, k, v = (torch.randn(n, 2, 32, dtype=torch.bfloat16, requires_grad=True) for n in (30, 40, 40))
+    offsets = torch.tensor([0, 9, 30, 9], dtype=torch.int32)[::2]
+    keys = torch.tensor([[0, 7], [40, 7]], dtype=torch.int32)[:, 0]
+    used = torch.tensor([33, 7], dtype=torch.int32)[::2]
+    sink = torch.randn(1, requires_grad=True)
+    do = torch.randn(30, 2, 32, dtype=torch.bfloat16)
+    train(
+        q, k, v, do, cu_seqlens_q=offsets, cu_seqlens_k=keys, max_seqlen_q=30, max_seqlen_k=40, seqused_k=used,
+        sink=sink.expand(2),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(("sq", "sk"), [(0, 5), (5, 0), (0, 0)])
 def test_nothing_to_attend_to(sq, sk):
     q, k, v = tensors(2, sq, sk, 2, 2, 64, 64)

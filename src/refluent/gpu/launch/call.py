@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -34,14 +35,16 @@ def backward(
     if _nothing_to_do(problem, inputs):
         return _empty(problem, inputs, lse, dlse, needs)
     arch, emulated = target(inputs.q.device)
-    variant = variant_of(problem, inputs, arch, dlse is not None)
+    sink = inputs.sink
+    sink_type = None if sink is None else sink.dtype
+    prepared = prepare(problem, arch, dlse is not None, sink_type, inputs.q.shape[0], inputs.k.shape[0])
+    variant = prepared.variant
     q, k, v, o, do = (fit(tensor) for tensor in (inputs.q, inputs.k, inputs.v, o, do))
     dq = _output(q, cleared=problem.varlen_q)
     whole = problem.varlen_k or (problem.has_seqused_k and variant.group == 1)
     dk, dv = (_output(tensor, cleared=whole) for tensor in (k, v))
-    sink = None if inputs.sink is None else inputs.sink.contiguous()
-    dsink = None if sink is None else torch.empty_like(sink)
-    workspace = q.new_empty(_workspace_elements(variant, problem, q, k), dtype=torch.float32)
+    dsink = None if sink is None else sink.new_empty(sink.shape)
+    workspace = q.new_empty(prepared.elements, dtype=torch.float32)
     compiled_backward(variant, emulated)(
         q,
         k,
@@ -50,18 +53,18 @@ def backward(
         do,
         lse,
         dlse,
-        sink,
-        inputs.cu_seqlens_q,
-        inputs.cu_seqlens_k,
-        inputs.seqused_q,
-        inputs.seqused_k,
-        inputs.philox,
+        fit_vector(sink),
+        fit_vector(inputs.cu_seqlens_q),
+        fit_vector(inputs.cu_seqlens_k),
+        fit_vector(inputs.seqused_q),
+        fit_vector(inputs.seqused_k),
+        fit_vector(inputs.philox),
         workspace,
         dq,
         dk,
         dv,
         dsink,
-        *_numbers(problem),
+        *prepared.numbers,
         ctas,
     )
     return Gradients(
@@ -107,6 +110,13 @@ def fit(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
+def fit_vector(vector: Tensor | None) -> Tensor | None:
+    """The vector itself if its elements lie side by side, else a copy."""
+    if vector is None or vector.stride(0) == 1:
+        return vector
+    return vector.clone(memory_format=torch.contiguous_format)
+
+
 def _output(like: Tensor, cleared: bool) -> Tensor:
     """A contiguous gradient; cleared where it has rows that no kernel writes."""
     return like.new_zeros(like.shape) if cleared else like.new_empty(like.shape)
@@ -131,30 +141,28 @@ def _empty(problem: Problem, inputs: Inputs, lse: Tensor, dlse: Tensor | None, n
     return Gradients(dq, dk, dv, dsink)
 
 
-def _workspace_elements(variant: Variant, problem: Problem, q: Tensor, k: Tensor) -> int:
-    return _cached_elements(
-        variant,
-        problem.batch,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        q.shape[0] if problem.varlen_q else problem.seqlen_q,
-        k.shape[0] if problem.varlen_k else problem.seqlen_k,
-        problem.heads_q,
-        problem.heads_kv,
-    )
+@dataclass(frozen=True)
+class Prepared:
+    """What a call needs beside its tensors. elements: of the workspace, float32; numbers: see _numbers."""
+
+    variant: Variant
+    elements: int
+    numbers: tuple[Any, ...]
 
 
-@lru_cache(maxsize=1024)
-def _cached_elements(
-    variant: Variant, batch: int, seqlen_q: int, seqlen_k: int, tokens_q: int, tokens_k: int, heads: int, heads_kv: int
-) -> int:
+@lru_cache(maxsize=4096)
+def prepare(
+    problem: Problem, arch: str, dlse: bool, sink: torch.dtype | None, tokens_q: int, tokens_k: int
+) -> Prepared:
+    """tokens: rows that q and k hold, of packed sequences."""
+    variant = variant_of(problem, arch, dlse, sink)
     plan = variant.plan
-    m_blocks = workspace_blocks(batch, seqlen_q, tokens_q, plan.tile_m, variant.packed_q)
-    n_blocks = workspace_blocks(batch, seqlen_k, tokens_k, plan.tile_n, variant.packed_k)
-    return int(sections(variant, Extents(heads, heads_kv, m_blocks, n_blocks)).total)
+    m_blocks = workspace_blocks(problem.batch, problem.seqlen_q, tokens_q, plan.tile_m, variant.packed_q)
+    n_blocks = workspace_blocks(problem.batch, problem.seqlen_k, tokens_k, plan.tile_n, variant.packed_k)
+    extents = Extents(problem.heads_q, problem.heads_kv, m_blocks, n_blocks)
+    return Prepared(variant, int(sections(variant, extents).total), _numbers(problem))
 
 
-@lru_cache(maxsize=1024)
 def _numbers(problem: Problem) -> tuple[Any, ...]:
     """batch, seqlen_q, seqlen_k, left, right, scale, softcap, keep_from, keep_scale."""
     options = problem.options

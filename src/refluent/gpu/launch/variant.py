@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
+
+import torch
 
 from refluent.gpu.plans.sm100 import BackwardPlan, backward_plan
-from refluent.problem import Inputs, Problem
+from refluent.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Variant:
     dlse: bool = False
     sink: str = ""
 
-    @property
+    @cached_property
     def plan(self) -> BackwardPlan:
         plan = backward_plan(self.head_dim, self.head_dim_v)
         assert plan is not None  # supports() looked
@@ -49,8 +52,8 @@ class Variant:
         return ", ".join([head, *more])
 
 
-def variant_of(problem: Problem, inputs: Inputs, arch: str, dlse: bool) -> Variant:
-    """The variant that serves a call on `arch`."""
+def variant_of(problem: Problem, arch: str, dlse: bool, sink: torch.dtype | None) -> Variant:
+    """The variant that serves a call on `arch`; `sink`: the type of the sinks, if there are any."""
     plan = backward_plan(problem.head_dim, problem.head_dim_v)
     assert plan is not None  # supports() looked
     left, right = problem.options.window
@@ -70,9 +73,9 @@ def variant_of(problem: Problem, inputs: Inputs, arch: str, dlse: bool) -> Varia
         dropout=problem.options.dropout_p > 0,
         deterministic=problem.options.deterministic,
         dlse=dlse,
-        sink="" if inputs.sink is None else _name(inputs.sink.dtype),
+        sink="" if sink is None else _name(sink),
     )
 
 
-def _name(dtype: object) -> str:
+def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
