@@ -67,14 +67,26 @@ class Delta:
         length, start = side.length(sequence), side.start(sequence)
         first = m_block * self.tile_m
         rows = _Rows(tensors, side.cu_seqlens is not None, sequence, head, start)
-        products = self.products(rows, first, length)
-        dsink = cutlass.Float32(0)
-        for p in cutlass.range_constexpr(self.passes):
-            product = cute.arch.warp_reduction_sum(products[p], threads_in_group=self.lanes)
-            dsink += self.row(rows, product, block, first, p, length)
+        thread = cute.arch.thread_idx()[0]
+        at = cutlass.Int64(block) * self.tile_m + thread
+        sums = cutlass.memory.SmemAllocator().allocate_tensor(cutlass.Float32, cute.make_layout(self.tile_m))
+        i = first + thread
+        counts = thread < self.tile_m and i < length
+        lse, dlse = self.statistics(rows, i, counts)  # on their way while the products are worked out
+        self.products(rows, first, length, sums)
+        cute.arch.sync_threads()
+        lse_log2, dpsum, dsink = cutlass.Float32(math.inf), cutlass.Float32(0), cutlass.Float32(0)
+        if counts and lse != -math.inf:
+            lse_log2, dpsum = lse * LOG2E, sums[thread] - dlse
+            if cutlass.const_expr(tensors.sink is not None):
+                sink = tensors.sink[head].to(cutlass.Float32)
+                dsink = -cute.math.exp2((sink - lse) * LOG2E, fastmath=True) * dpsum
+        if thread < self.tile_m:
+            tensors.lse_log2[head, at] = lse_log2
+            tensors.dpsum[head, at] = dpsum
         if cutlass.const_expr(tensors.sink is not None):
             total = block_sum(dsink, self.threads)
-            if cute.arch.thread_idx()[0] == 0:
+            if thread == 0:
                 tensors.dsink_parts[head, block] = total
 
     @cute.jit
@@ -91,8 +103,18 @@ class Delta:
             at += step
 
     @cute.jit
-    def products(self, rows, first, length):
-        """<o, do> of the thread's share of its row in each pass. All loads are issued before any is used."""
+    def statistics(self, rows, i, counts):
+        """lse and dlse of row i; -inf and 0 where it does not count."""
+        lse, dlse = cutlass.Float32(-math.inf), cutlass.Float32(0)
+        if counts:
+            lse = rows.statistic(rows.tensors.lse, i)
+            if cutlass.const_expr(rows.tensors.dlse is not None):
+                dlse = rows.statistic(rows.tensors.dlse, i)
+        return lse, dlse
+
+    @cute.jit
+    def products(self, rows, first, length, sums: cute.Tensor):
+        """sums[r] = <o, do> of row r; `lanes` threads a row. All loads are issued before any is used."""
         thread = cute.arch.thread_idx()[0]
         lane, row = thread % self.lanes, thread // self.lanes
         shape = cute.make_layout((VECTOR, self.passes))
@@ -106,37 +128,14 @@ class Delta:
             if i < length and lane * VECTOR < head_dim_v:
                 cute.autovec_copy(rows.vector(rows.tensors.o, i, lane), o[None, p])
                 cute.autovec_copy(rows.vector(rows.tensors.do, i, lane), do[None, p])
-        sums = cute.make_rmem_tensor(cute.make_layout(self.passes), cutlass.Float32)
         for p in cutlass.range_constexpr(self.passes):
             wide_o, wide_do = o[None, p].load().to(cutlass.Float32), do[None, p].load().to(cutlass.Float32)
             total = cutlass.Float32(0)
             for e in cutlass.range_constexpr(VECTOR):
                 total = wide_o[e] * wide_do[e] + total
-            sums[p] = total
-        return sums
-
-    @cute.jit
-    def row(self, rows, product, block, first, p: cutlass.Constexpr, length):
-        """Write the statistics of the pass's row; returns its part of dsink, 0 in all lanes but the row's first."""
-        thread = cute.arch.thread_idx()[0]
-        r = p * self.rows + thread // self.lanes
-        i = first + r
-        lse_log2, dpsum, dsink = cutlass.Float32(math.inf), cutlass.Float32(0), cutlass.Float32(0)
-        if thread % self.lanes == 0:
-            if i < length:
-                lse = rows.statistic(rows.tensors.lse, i)
-                if lse != -math.inf:
-                    lse_log2 = lse * LOG2E
-                    dpsum = product
-                    if cutlass.const_expr(rows.tensors.dlse is not None):
-                        dpsum -= rows.statistic(rows.tensors.dlse, i)
-                    if cutlass.const_expr(rows.tensors.sink is not None):
-                        sink = rows.tensors.sink[rows.head].to(cutlass.Float32)
-                        dsink = -cute.math.exp2((sink - lse) * LOG2E, fastmath=True) * dpsum
-            at = cutlass.Int64(block) * self.tile_m + r
-            rows.tensors.lse_log2[rows.head, at] = lse_log2
-            rows.tensors.dpsum[rows.head, at] = dpsum
-        return dsink
+            total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
+            if lane == 0:
+                sums[p * self.rows + row] = total
 
 
 @dataclass(frozen=True)
