@@ -130,22 +130,6 @@ class TestGradients:
         assert all(len(layer.failures) == 1 and layer.failures[0].startswith("slope") for layer in layers)
 
 
-@pytest.mark.parametrize(
-    ("max_error", "frobenius", "eager", "passes"),
-    [
-        (1.0, 1.0, 0.5, True),
-        (2.1, 1.0, 0.5, False),
-        (1.0, 3.1, 0.5, False),
-        (1.0, 3.1, 3.05, True),
-        (2.1, 3.1, 3.05, False),
-        (math.nan, 1.0, 0.5, False),
-        (1.0, math.nan, 0.5, False),
-    ],
-)
-def test_the_rule(max_error: float, frobenius: float, eager: float, passes: bool) -> None:
-    assert gradients.agrees(Errors("dq", max_error, 2.0, frobenius, 3.0, eager)) == passes
-
-
 def layer(*failures: str) -> gradients.LayerErrors:
     errors = [Errors(name, 1e-7, 4e-7, 1e-6, 1e-5, 2e-7) for name in ("dq", "dk", "dv", "slope")]
     return gradients.LayerErrors(0, (7, 0), errors, list(failures))

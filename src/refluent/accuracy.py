@@ -7,8 +7,8 @@ one.  Rows that no query or key takes part in have to be exactly 0 (-inf in lse)
 
 Where the rule leaves room: eager's error is the larger of two runs whose products sum in opposite orders, and at least
 what rounding the exact result costs, because the largest error of one run is luck to a good part.  An element of a
-captured tensor to which many rows add is a sum over rows, as dsink is: delta, made from the rounded o, adds its
-rounding once a row, so T grows with the root of the number of rows, as in dsink's bound.
+captured tensor sums what every score that reads it contributes, often with cancelling signs, and each contribution is
+rounded: T grows with the root of their number, as dsink's bound does with that of its rows.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Expected:
                 continue
             largest = self.backward.largest[name]
             if name not in got:
-                largest *= math.sqrt(self._rows_per_element(tensor))
+                largest *= math.sqrt(self._contributions(tensor))
             errors.append(check(name, tensor, expected[name], self.eager[name], largest, self.dtype))
             if name in got:
                 _check_zero(name, tensor, self._silent() if name == "dq" else ~self.forward.reached)
@@ -150,11 +150,10 @@ class Expected:
             errors.append(check_sink(dsink, self.backward.dsink, self.backward.largest["dsink"], rows, self.dtype))
         return errors
 
-    def _rows_per_element(self, captured: Tensor) -> float:
-        """How many rows add to one element of a captured tensor, at most and on average."""
-        rows = self.forward.lse.numel()
-        reads = rows * self.forward.reached.shape[-1 if self.heads_first[1] else -2] / max(1, captured.numel())
-        return max(1.0, min(rows, reads))
+    def _contributions(self, captured: Tensor) -> float:
+        """How many scores add to one element of a captured tensor, on average."""
+        keys = self.forward.reached.shape[-1 if self.heads_first[1] else -2]
+        return max(1.0, self.forward.lse.numel() * keys / max(1, captured.numel()))
 
     def _silent(self) -> Tensor:
         """Which (row, head) of o and dq take part in nothing: outside every sequence, or empty."""
