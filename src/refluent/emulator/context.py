@@ -44,11 +44,12 @@ def gpu(
     later context of the same arch. One context at a time.
 
     arch: "sm_90a" or "sm_100a". seed, schedule: which legal order of warps, CTAs and asynchronous operations: "fair",
-    "random", "late" or "early"; the same seed is the same run. checks: "all", "none" or names of checks. num_sms: how
-    many multiprocessors the chip has. on_finding: "raise" a FindingsError on leaving the block, or "record" only.
-    line_info: compile with source lines, so that findings name them. trace: keep what `timeline` needs. strict: hold
-    kernels to the letter of the PTX manual where compiled code is known to rely on more (tcgen05.wait::ld before loaded
-    registers are used). accumulator: how tensor cores add, "fp32" or a published model of the chip's.
+    "random", "late" or "early"; the same seed is the same run. checks: "all", "none" or names of checks; ("all",
+    "order") also names bulk reductions that may come in any order, for kernels that promise the same bits in every run.
+    num_sms: how many multiprocessors the chip has. on_finding: "raise" a FindingsError on leaving the block, or
+    "record" only. line_info: compile with source lines, so that findings name them. trace: keep what `timeline` needs.
+    strict: hold kernels to the letter of the PTX manual where compiled code is known to rely on more (tcgen05.wait::ld
+    before loaded registers are used). accumulator: how tensor cores add, "fp32" or a published model of the chip's.
 
     Raises DriverError (unknown DSL version, bad argument, context inside a context) and, from calls inside, what the
     machine raises: faults, deadlocks, unsupported PTX.

@@ -10,7 +10,7 @@ import numpy as np
 from refluent.emulator import runtime, state
 from refluent.emulator.check import shadow
 from refluent.emulator.check.clocks import Channel, Clock
-from refluent.emulator.check.explain import KINDS, explain
+from refluent.emulator.check.explain import KINDS, ON_DEMAND, explain
 from refluent.emulator.check.order import CONVERGED, GRANULE_LANES, Order, SyncClocks
 from refluent.emulator.memory import RECORD, TMEM_COLUMNS, Block, MemoryFault
 
@@ -44,7 +44,9 @@ class Checker(Order):
         super().__init__()
         self.machine = machine
         self.strict = strict  # the letter of the manual, where compiled code is known to rely on more
-        chosen = set(KINDS) if checks == "all" else {checks} if isinstance(checks, str) else set(checks)
+        chosen = {checks} if isinstance(checks, str) else set(checks)
+        if "all" in chosen:
+            chosen = chosen - {"all"} | (set(KINDS) - set(ON_DEMAND))
         if unknown := chosen - set(KINDS):
             raise ValueError(f"checks: {', '.join(sorted(unknown))} not among {', '.join(KINDS)}, all, none")
         self.chosen = chosen

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from refluent.emulator.check.order import Order
     from refluent.emulator.cta import CTA
 
-# Kinds that `checks` may name.
-KINDS = ("race", "rewrite", "lanes", "proxy", "uninitialised", "object", "sync")
+# Kinds that `checks` may name. "order" is not among "all": it is for kernels that promise the same bits in every run.
+KINDS = ("race", "rewrite", "lanes", "proxy", "uninitialised", "object", "sync", "order")
+ON_DEMAND = ("order",)
 _KIND = {
     shadow.WRITE_WRITE: "race",
     shadow.READ_AFTER_WRITE: "race",
@@ -23,10 +24,13 @@ _KIND = {
     shadow.UNINITIALISED: "uninitialised",
     shadow.DATA_IN_OBJECT: "object",
     shadow.REWRITE: "rewrite",
+    shadow.UNORDERED: "order",
 }
 _TEXT = {
     shadow.WRITE_WRITE: "{me} writes {where}, not ordered after the write by {other}",
     shadow.REWRITE: "{me} writes to {where} the value that it holds, not ordered after the write by {other}",
+    shadow.UNORDERED: "{me} adds to {where}, not ordered after the reduction by {other}: which of them comes first "
+    "decides how the result is rounded",
     shadow.READ_AFTER_WRITE: "{me} reads {where}, not ordered after the write by {other}",
     shadow.WRITE_AFTER_READ: "{me} overwrites {where}, not ordered after the read by {other}",
     shadow.LANES: "{me} accesses {where}, as does lane {lane} of the same warp, without a convergent "

@@ -14,10 +14,35 @@ from refluent.emulator.state import offset_of
 if TYPE_CHECKING:
     from refluent.emulator.cta import CTA, Cluster, MachineWarp
     from refluent.emulator.grid import Launch
+    from refluent.emulator.ptx import Instruction
 
 CONVERGED = offset_of("convergent") // 4
 GRANULE_LANES = 16  # of tensor memory: no layout splits 16 lanes
 _CHANNELS_A_WARP, _CHANNELS_A_CTA = 8, 96  # what a cluster's clocks have room for
+
+
+Group = tuple[int, ...]  # threads that share a scope: of the GPU (), of a cluster (its index,), of a CTA (with rank)
+SCOPES = {"cta": 0, "cluster": 1, "gpu": 2, "gl": 2, "sys": 3}  # how far they reach
+GPU = SCOPES["gpu"]
+
+
+def scope_of(instr: Instruction) -> int:
+    """The scope that an instruction names (the GPU's when it names none)."""
+    return next((SCOPES[name] for name in instr.modifiers if name in SCOPES), GPU)
+
+
+def _narrow(instr: Instruction) -> bool:
+    return instr.opcode in ("ld", "st", "atom", "red", "fence", "membar") and scope_of(instr) < GPU
+
+
+def _groups(warp: MachineWarp, scope: int) -> list[Group]:
+    """The groups within which a release or acquire of this scope by the warp pairs with others: a release reaches
+    every group that holds it, up to its scope, and an acquire looks into those, up to its own."""
+    cluster, cta = warp.cta.cluster, warp.cta
+    groups: list[Group] = [()]
+    if cta.launch.clocks.narrow:
+        groups = [(cluster.index, cta.rank), (cluster.index,), ()][: min(scope, GPU) + 1]
+    return groups
 
 
 class SyncClocks:
@@ -38,6 +63,7 @@ class LaunchClocks:
     def __init__(self, base: int, capacity: int, floor: int) -> None:
         self.base, self.capacity, self.floor = base, capacity, floor
         self.spaces: dict[int, Space] = {}
+        self.narrow = False  # whether it has releases or acquires of a scope below the GPU
 
 
 class CTAClocks:
@@ -62,8 +88,8 @@ class Order:
         self.found = shadow.finding_list()
         self.next_actor = 1
         self.launches: list[Launch] = []
-        # What was released at a word of memory, by launch (first actor) and word: rows by cluster.
-        self.semaphores: dict[tuple[int, int], dict[int, np.ndarray]] = {}
+        # What was released at a word of memory, by launch (first actor), word and group of threads: rows by cluster.
+        self.semaphores: dict[tuple[int, int, Group], dict[int, np.ndarray]] = {}
 
     # The life of a launch
 
@@ -73,6 +99,7 @@ class Order:
         base = (self.next_actor + capacity - 1) // capacity * capacity
         self.next_actor = base + capacity * launch.total_clusters
         launch.clocks = LaunchClocks(base, capacity, base if launch.after is None else launch.after.clocks.base)
+        launch.clocks.narrow = any(map(_narrow, launch.kernel.instructions))
         self.launches.append(launch)
 
     def launch_ends(self, launch: Launch) -> None:
@@ -231,34 +258,40 @@ class Order:
         clock = self.released(warp)
         shadow.raise_row(clock.address, shadow.INITIALISED, clock.space.width, clock.space.stride)
 
-    def thread_fence(self, warp: MachineWarp) -> None:
+    def thread_fence(self, warp: MachineWarp, scope: int) -> None:
         """membar, fence.acq_rel: pairs with relaxed accesses before (learns) and after (publishes) it."""
-        for word in warp.groups.pop("observed", ()):
-            self.learn(warp, word)
-        warp.groups["fenced"] = self.released(warp).copy()
+        for word, other in warp.groups.pop("observed", {}).items():
+            self.learn(warp, word, min(scope, other))
+        warp.groups["fenced"] = self.released(warp).copy(), scope
 
-    def observe(self, warp: MachineWarp, words: list[int], acquire: bool) -> None:
+    def observe(self, warp: MachineWarp, words: list[int], acquire: bool, scope: int) -> None:
         """A load with memory order, or an atomic, has read these words."""
         if acquire:
             for word in words:
-                self.learn(warp, word)
+                self.learn(warp, word, scope)
         else:
-            warp.groups.setdefault("observed", set()).update(words)
+            warp.groups.setdefault("observed", {}).update(dict.fromkeys(words, scope))
 
-    def announce(self, warp: MachineWarp, words: list[int], release: bool) -> None:
+    def announce(self, warp: MachineWarp, words: list[int], release: bool, scope: int) -> None:
         """A store with memory order, or an atomic, is about to write these words."""
-        clock = self.released(warp) if release else warp.groups.get("fenced")
+        if release:
+            clock: Clock | None = self.released(warp)
+        else:
+            clock, reach = warp.groups.get("fenced", (None, scope))
+            scope = min(scope, reach)
         if clock is not None:
-            base = warp.cta.launch.clocks.base
+            base, groups = warp.cta.launch.clocks.base, _groups(warp, scope)
             for word in words:
-                clock.publish(self.semaphores.setdefault((base, word), {}))
+                for group in groups:
+                    clock.publish(self.semaphores.setdefault((base, word, group), {}))
 
-    def learn(self, warp: MachineWarp, word: int) -> None:
-        """What was released at a word of memory happened before."""
-        parts = self.semaphores.get((warp.cta.launch.clocks.base, word))
-        if parts:
-            warp.clocks.learn(parts, warp.cta.launch.total_clusters)
-            self.learned(warp)
+    def learn(self, warp: MachineWarp, word: int, scope: int) -> None:
+        """What was released at a word of memory happened before, if each side is in the other's scope."""
+        for group in _groups(warp, scope):
+            parts = self.semaphores.get((warp.cta.launch.clocks.base, word, group))
+            if parts:
+                warp.clocks.learn(parts, warp.cta.launch.total_clusters)
+                self.learned(warp)
 
     def launch_edge(self, warp: MachineWarp) -> None:
         """griddepcontrol.wait: everything that earlier launches did has happened before."""

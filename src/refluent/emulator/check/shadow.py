@@ -38,6 +38,7 @@ OBJECT = 4  # bit of WRITTEN: the granule is part of a live mbarrier
 # Kinds of finding and their record in the list.
 WRITE_WRITE, READ_AFTER_WRITE, WRITE_AFTER_READ, NO_FENCE, UNINITIALISED, LANES, DATA_IN_OBJECT = range(1, 8)
 REWRITE = 8  # a race of writes in which both write the same value
+UNORDERED = 9  # asynchronous reductions: no race, but their order decides how the sum is rounded
 FINDING_WORDS = 9  # kind, address, actor, what, tick, other actor, other what, other tick, space
 FINDING_CAPACITY = 2048
 LIST_HEADER = 2  # words before the first finding: count, capacity
@@ -148,6 +149,9 @@ def touch(
             )
         elif clash == 2:
             report(who, LANES, address, what, tick, actor, other, other_tick, space)
+        elif ((what >> KIND_SHIFT) & 7) == ASYNC_ATOMIC and ((other >> KIND_SHIFT) & 7) == ASYNC_ATOMIC:
+            if (actor != _word(who, ACTOR) or other_tick != tick) and not ordered(who, actor, other_tick, BEFORE):
+                report(who, UNORDERED, address, what, tick, actor, other, other_tick, space)
         elif ((what >> KIND_SHIFT) & 7) >= ASYNC and ((other >> KIND_SHIFT) & 7) < ASYNC:
             if not ordered(who, actor, other_tick, row):
                 report(who, NO_FENCE, address, what, tick, actor, other, other_tick, space)

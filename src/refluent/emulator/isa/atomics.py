@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from refluent.emulator import runtime, state
+from refluent.emulator.check.order import scope_of
 from refluent.emulator.check.shadow import STRONG
 from refluent.emulator.isa import CONTINUE, YIELD, Handler, Modifiers, Outcome, handles
 from refluent.emulator.isa.arithmetic import combine, element_bytes
@@ -120,7 +121,7 @@ def _prepare_load(instr: Instruction, kernel: Kernel) -> Handler:
     assert isinstance(address, Addr)
     if nbytes == 16:
         nbytes, count = 8, 2
-    space = SPACES[space_name]
+    space, scope = SPACES[space_name], scope_of(instr)
 
     def handler(machine: Machine, cta: CTA, warp: MachineWarp, mask: int) -> Outcome:
         access = Access(machine, warp, mask, address, nbytes * count, space)
@@ -130,7 +131,7 @@ def _prepare_load(instr: Instruction, kernel: Kernel) -> Handler:
         access.copy(data, False, mask)
         write_data(warp, targets, data, mask, kind[0] == "s")
         if machine.check.enabled:
-            machine.check.observe(warp, access.words(), order == "acquire")
+            machine.check.observe(warp, access.words(), order == "acquire", scope)
         polled = (warp.instr, access.addresses.tobytes(), data.tobytes())
         if warp.polled == polled:
             return YIELD
@@ -149,14 +150,14 @@ def _prepare_store(instr: Instruction, kernel: Kernel) -> Handler:
     assert isinstance(address, Addr)
     if nbytes == 16:
         nbytes, count = 8, 2
-    space = SPACES[space_name]
+    space, scope = SPACES[space_name], scope_of(instr)
 
     def handler(machine: Machine, cta: CTA, warp: MachineWarp, mask: int) -> Outcome:
         access = Access(machine, warp, mask, address, nbytes * count, space)
         access.locate(True)
         access.touch(True)
         if machine.check.enabled:
-            machine.check.announce(warp, access.words(), order == "release")
+            machine.check.announce(warp, access.words(), order == "release", scope)
         access.copy(read_data(warp, sources, nbytes), True, mask)
         return CONTINUE
 
@@ -183,7 +184,7 @@ def _prepare_atomic(instr: Instruction, kernel: Kernel) -> Handler:
     address = operands.pop(0)
     assert isinstance(address, Addr)
     sources = operands[: 2 if op == "cas" else 1]
-    space = SPACES[space_name]
+    space, scope = SPACES[space_name], scope_of(instr)
 
     def handler(machine: Machine, cta: CTA, warp: MachineWarp, mask: int) -> Outcome:
         access = Access(machine, warp, mask, address, nbytes * count, space)
@@ -192,8 +193,8 @@ def _prepare_atomic(instr: Instruction, kernel: Kernel) -> Handler:
         access.touch(True)
         words = access.words() if machine.check.enabled else []
         if words:
-            machine.check.announce(warp, words, order in ("release", "acq_rel"))
-            machine.check.observe(warp, words, order in ("acquire", "acq_rel"))
+            machine.check.announce(warp, words, order in ("release", "acq_rel"), scope)
+            machine.check.observe(warp, words, order in ("acquire", "acq_rel"), scope)
         size = 8 if wide else nbytes
         values = [read_data(warp, registers(source), size) for source in sources]
         old = _update(access, function, values, 2 if wide else count, _UNSIGNED[size])

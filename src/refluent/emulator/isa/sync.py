@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from refluent.emulator.check.order import scope_of
 from refluent.emulator.isa import CONTINUE, YIELD, AsyncOp, Handler, Modifiers, Outcome, blocked, handles
 from refluent.emulator.isa.barriers import check_convergent
 from refluent.emulator.isa.mbarrier import complete_tx, completion, split
@@ -33,7 +34,7 @@ def _prepare_fence(instr: Instruction, kernel: Kernel) -> Handler:
             return _prepare_proxy(instr, mods)
         mods.choose(("cta", "gl", "sys"))
         mods.done()
-        return _thread_fence
+        return _thread_fence(scope_of(instr))
     if mods.flag("mbarrier_init"):
         mods.choose(("release",))
         mods.choose(("cluster",))
@@ -45,12 +46,15 @@ def _prepare_fence(instr: Instruction, kernel: Kernel) -> Handler:
     mods.choose(("sync_restrict::shared::cta", "sync_restrict::shared::cluster"), "")
     mods.choose(_SCOPES)
     mods.done()
-    return _thread_fence
+    return _thread_fence(scope_of(instr))
 
 
-def _thread_fence(machine: Machine, cta: CTA, warp: MachineWarp, mask: int) -> Outcome:
-    machine.check.thread_fence(warp)
-    return CONTINUE
+def _thread_fence(scope: int) -> Handler:
+    def handler(machine: Machine, cta: CTA, warp: MachineWarp, mask: int) -> Outcome:
+        machine.check.thread_fence(warp, scope)
+        return CONTINUE
+
+    return handler
 
 
 def _fence_init(machine: Machine, cta: CTA, warp: MachineWarp, mask: int) -> Outcome:
