@@ -34,9 +34,7 @@ class Variant:
 
     @cached_property
     def plan(self) -> BackwardPlan:
-        plan = backward_plan(self.head_dim, self.head_dim_v)
-        assert plan is not None  # supports() looked
-        return plan
+        return backward_plan(self.head_dim, self.head_dim_v)
 
     @property
     def name(self) -> str:
@@ -55,7 +53,6 @@ class Variant:
 def variant_of(problem: Problem, arch: str, dlse: bool, sink: torch.dtype | None) -> Variant:
     """The variant that serves a call on `arch`; `sink`: the type of the sinks, if there are any."""
     plan = backward_plan(problem.head_dim, problem.head_dim_v)
-    assert plan is not None  # supports() looked
     left, right = problem.options.window
     return Variant(
         arch=arch,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 TENSOR_COLUMNS = 512
 SHARED_BYTES = 232_448  # a CTA's limit, 227 KB
 LANES = 128  # of tensor memory
+REGISTERS = 65_536  # a CTA's
+THREADS = 512  # a CTA's, in four warpgroups: reduce, compute twice, the others
 GROUP_STAGING_BYTES = 8192  # of dK or dV that a compute warpgroup stages at a time, for grouped heads
 
 
@@ -68,9 +70,10 @@ class BackwardPlan:
     stages_q: int = 2
     stages_do: int = 1
     stages_reduce: int = 2
-    reduce_registers: int = 152
+    # a thread's, by role; the MMA warp keeps a descriptor for every step of every product
+    reduce_registers: int = 144
     compute_registers: int = 136
-    other_registers: int = 88
+    other_registers: int = 96
 
     @property
     def s(self) -> Accumulator:
@@ -152,6 +155,11 @@ class BackwardPlan:
         }
 
     @property
+    def registers(self) -> int:
+        """What the four warpgroups have together."""
+        return LANES * (self.reduce_registers + 2 * self.compute_registers + self.other_registers)
+
+    @property
     def shared_bytes(self) -> int:
         return sum(self.shared_map.values())
 
@@ -165,29 +173,30 @@ class BackwardPlan:
         return {"s": self.s, "dv": self.dv, "dp": self.dp, "dq": self.dq, "dk": self.dk}
 
 
-PADDED = (32, 64, 96, 128)  # head dimensions that have a plan of their own; others pad to the next
+PADDED = (32, 64, 96, 128)  # head dimensions that 128 x 128 tiles serve
+
+# Beyond 128 one CTA's tensor memory does not hold the accumulators of 128 x 128 tiles: (192, 128) halves the queries
+# and turns dQ, (256, 256) halves both and turns all three gradients, so that their rows fill all lanes.
+PLANS = (
+    *(BackwardPlan(head_dim, head_dim_v) for head_dim in PADDED for head_dim_v in PADDED),
+    BackwardPlan(
+        192, 128, tile_m=64, transposed_q=True, reduce_registers=136, compute_registers=128, other_registers=120
+    ),
+    BackwardPlan(
+        256,
+        256,
+        tile_m=64,
+        tile_n=64,
+        transposed_q=True,
+        transposed_kv=True,
+        dq_over_dp=False,
+        reduce_registers=160,
+        compute_registers=104,
+        other_registers=144,
+    ),
+)
 
 
-def pad_head_dim(head_dim: int) -> int | None:
-    """The next head dimension up to 128 with a plan, None beyond."""
-    return next((padded for padded in PADDED if head_dim <= padded), None)
-
-
-def backward_plan(head_dim: int, head_dim_v: int) -> BackwardPlan | None:
-    """The plan for these head dimensions, None where there is none.
-
-    Beyond 128 one CTA's tensor memory no longer holds 128 x 128 tiles: (192, 128) halves the queries and turns dQ, and
-    (256, 256) halves both and turns all three gradients, so that their rows fill all lanes.
-    """
-    d, dv = pad_head_dim(head_dim), pad_head_dim(head_dim_v)
-    if d is not None and dv is not None:
-        plan = BackwardPlan(d, dv)
-    elif head_dim <= 192 and head_dim_v <= 128:
-        plan = BackwardPlan(192, 128, tile_m=64, transposed_q=True)
-    elif head_dim <= 256 and head_dim_v <= 256:
-        plan = BackwardPlan(256, 256, tile_m=64, tile_n=64, transposed_q=True, transposed_kv=True, dq_over_dp=False)
-    else:
-        return None
-    assert plan.tmem_columns <= TENSOR_COLUMNS
-    assert plan.shared_bytes <= SHARED_BYTES
-    return plan
+def backward_plan(head_dim: int, head_dim_v: int) -> BackwardPlan:
+    """The smallest plan that holds these head dimensions, which may be all that a Problem allows."""
+    return next(plan for plan in PLANS if head_dim <= plan.head_dim and head_dim_v <= plan.head_dim_v)

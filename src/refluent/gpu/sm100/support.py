@@ -7,7 +7,6 @@ from importlib import metadata
 
 import torch
 
-from refluent.gpu.plans.sm100 import backward_plan
 from refluent.problem import Problem
 
 DSL, DSL_VERSION = "nvidia-cutlass-dsl", "4.8.1"
@@ -19,8 +18,6 @@ def unsupported(problem: Problem) -> str | None:
     options = problem.options
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"its kernels take bfloat16 and float16, got {problem.dtype}; backend='torch' takes it"
-    if backward_plan(problem.head_dim, problem.head_dim_v) is None:
-        return f"no plan for head dimensions {problem.head_dim} and {problem.head_dim_v}; backend='torch' takes them"
     for name in ("score_mod", "mask_mod", "block_mask"):
         if getattr(options, name) is not None:
             return f"its kernels do not take a {name} yet; backend='torch' does"

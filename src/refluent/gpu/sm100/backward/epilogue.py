@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from refluent.gpu.device.copies import bulk_reduce_add, load_columns
 from refluent.gpu.device.semaphore import release_turn, wait_turn
 from refluent.gpu.device.work import Tile
-from refluent.gpu.plans.sm100 import GROUP_STAGING_BYTES, Accumulator
+from refluent.gpu.plans.sm100 import GROUP_STAGING_BYTES, LANES, Accumulator
 from refluent.gpu.sm100.backward.chunks import load_chunk, stage_chunk
 from refluent.gpu.sm100.backward.context import GROUP_BARRIER, Context
 
@@ -73,19 +73,17 @@ def store_turned(
     """The same where keys are columns: a thread has one element of every key's row, a warp 64 bytes side by side."""
     values = cute.make_rmem_tensor(cute.make_layout(COLUMNS), cutlass.Float32)
     half = acc.columns // 2
-    for block in cutlass.const_expr(acc.blocks):
-        for c in cutlass.range_constexpr(0, half, COLUMNS):
-            values.fill(0.0)
-            if tile.steps > 0:
-                load_columns(ctx.tmem, block.column + group * half + c, COLUMNS, thread, values.iterator)
-                cute.arch.fence_view_async_tmem_load()
-            first = tile.n_block * ctx.plan.tile_n + group * half + c
-            line = key_line(ctx, tile, target, first)
-            place = block.first + thread
-            if place < line.shape[0]:
-                for j in cutlass.range_constexpr(COLUMNS):
-                    if first + j < tile.len_k:
-                        key_line(ctx, tile, target, first + j)[place] = (values[j] * factor).to(ctx.static.dtype)
+    for part in cutlass.range(acc.rows * half // (LANES * COLUMNS)):  # of all blocks, which lie side by side
+        block, column = part // (half // COLUMNS), group * half + part % (half // COLUMNS) * COLUMNS
+        values.fill(0.0)
+        if tile.steps > 0:
+            load_columns(ctx.tmem, acc.column + block * acc.columns + column, COLUMNS, thread, values.iterator)
+            cute.arch.fence_view_async_tmem_load()
+        key, place = tile.n_block * ctx.plan.tile_n + column, block * LANES + thread
+        for j in cutlass.range_constexpr(COLUMNS):
+            line = key_line(ctx, tile, target, key + j)
+            if key + j < tile.len_k and place < line.shape[0]:
+                line[place] = (values[j] * factor).to(ctx.static.dtype)
 
 
 @cute.jit

@@ -16,6 +16,7 @@ from refluent.gpu.device.copies import sequence_view
 from refluent.gpu.device.seqlen import Side
 from refluent.gpu.device.visible import Window
 from refluent.gpu.device.work import Call
+from refluent.gpu.plans.sm100 import REGISTERS, THREADS
 from refluent.gpu.sm100.backward import context
 from refluent.gpu.sm100.backward.compute import compute
 from refluent.gpu.sm100.backward.context import Context, Scores, Sources, Static, Targets
@@ -24,8 +25,6 @@ from refluent.gpu.sm100.backward.mma import mma
 from refluent.gpu.sm100.backward.products import Layouts, Products
 from refluent.gpu.sm100.backward.reduce import reduce
 from refluent.gpu.sm100.backward.storage import init_barriers, make_accumulators, make_barriers, make_shared
-
-THREADS = 32 * context.WARPS
 
 
 @dataclass(frozen=True)
@@ -120,13 +119,13 @@ class Backward:
         accumulators = make_accumulators(tmem, dtype, plan, products)
         ctx = Context(self.static, call, scores, sources, targets, products, shared, barriers, accumulators, tmem)
         if warp < context.COMPUTE_WARP:
-            cute.arch.setmaxregister_increase(plan.reduce_registers)
+            set_registers(plan.reduce_registers)
             reduce(ctx)
         elif warp < context.MMA_WARP:
-            cute.arch.setmaxregister_increase(plan.compute_registers)
+            set_registers(plan.compute_registers)
             compute(ctx)
         else:
-            cute.arch.setmaxregister_decrease(plan.other_registers)
+            set_registers(plan.other_registers)
             if warp == context.MMA_WARP:
                 mma(ctx)
             if warp == context.LOAD_WARP:
@@ -134,6 +133,15 @@ class Backward:
         cute.arch.sync_threads()
         if warp == context.MMA_WARP:
             cute.arch.dealloc_tmem(tmem, plan.tmem_columns)
+
+
+@cute.jit
+def set_registers(count: cutlass.Constexpr):
+    """Of every thread of the warpgroup; all start with the same share."""
+    if cutlass.const_expr(count < REGISTERS // THREADS):
+        cute.arch.setmaxregister_decrease(count)
+    else:
+        cute.arch.setmaxregister_increase(count)
 
 
 def make_sources(q, k, v, do, lse_log2, dpsum, products: Products, layouts: Layouts, plan) -> Sources:

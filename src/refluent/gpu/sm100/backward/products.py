@@ -22,12 +22,12 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import tcgen05
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers
 
 from refluent.gpu.plans.sm100 import Accumulator, BackwardPlan
 
-K_MAJOR, MN_MAJOR = tcgen05.OperandMajorMode.K, tcgen05.OperandMajorMode.MN
+K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 SHARED, TENSOR = tcgen05.OperandSource.SMEM, tcgen05.OperandSource.TMEM
 
 Product = tuple[cute.TiledMma, ...]  # one MMA for each block of the accumulator's rows
