@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
 
 import refluent as rf
-from refluent import emulator
+from refluent import emulator, gpu
 from refluent.gpu import cache
 from refluent.gpu.launch import call, compiled
 from refluent.gpu.launch.variant import Variant, variant_of
@@ -198,6 +199,23 @@ def test_a_device_function_is_compiled_and_loaded_without_a_device(tmp_path, mon
         (entry,) = cache.active().entries()
         assert entry.name == "backward sm_103a float16 32/32"
         assert b"sm_103a" in cache.active().path(entry.key).read_bytes()
+    finally:
+        cache.use(before)
+
+
+def test_edited_sources_are_not_kept(tmp_path, monkeypatch):
+    """What this process compiled may be neither the old nor the new code."""
+    before = cache.use(cache.Cache(tmp_path / "kernels"))
+    monkeypatch.setattr(compiled, "_build", lambda *_: cache.Artifact(b"object"))
+    monkeypatch.setattr(compiled, "_load", lambda artifact, *_: artifact)
+    made = Variant("sm_100a", "float16", 32, 32)
+    try:
+        monkeypatch.setattr(gpu, "IMPORTED", 0.0)
+        assert compiled._find(made, "").code == b"object"
+        assert not cache.active().entries()
+        monkeypatch.setattr(gpu, "IMPORTED", time.time())
+        assert compiled._find(made, "").code == b"object"
+        assert len(cache.active().entries()) == 1
     finally:
         cache.use(before)
 

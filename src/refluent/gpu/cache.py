@@ -15,11 +15,14 @@ import json
 import os
 import stat
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache as once
 from pathlib import Path
+
+from refluent import gpu
 
 LIMIT = 512 << 20  # bytes that a folder holds at most
 _FORMAT = 1
@@ -181,6 +184,12 @@ def use(cache: Cache | None) -> Cache | None:
     global _active
     before, _active = _active, cache
     return before
+
+
+def sources_changed() -> bool:
+    """Whether a source has been edited since this process began to import them: its code may be neither old nor new."""
+    now = time.time()
+    return any(gpu.IMPORTED < path.stat().st_mtime <= now for path in Path(__file__).parent.rglob("*.py"))
 
 
 def key_of(facts: dict[str, object]) -> str:

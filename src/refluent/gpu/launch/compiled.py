@@ -35,7 +35,7 @@ def compiled_backward(variant: Variant, emulated: str = "") -> Callable[..., Any
 
 def _find(variant: Variant, emulated: str) -> Callable[..., Any]:
     store = cache.active()
-    if store is None:
+    if store is None or cache.sources_changed():
         return _load(_build(variant, emulated), variant, emulated)
     key = cache.key_of({"entry": ENTRY, "variant": asdict(variant), "emulated": emulated})
     artifact = store.load(key)
@@ -44,7 +44,8 @@ def _find(variant: Variant, emulated: str) -> Callable[..., Any]:
             artifact = store.load(key)  # another process may have been faster
             if artifact is None:
                 artifact = _build(variant, emulated)
-                store.save(key, artifact, ", ".join(filter(None, (variant.name, emulated))))
+                if not cache.sources_changed():
+                    store.save(key, artifact, ", ".join(filter(None, (variant.name, emulated))))
     return _load(artifact, variant, emulated)
 
 
