@@ -184,7 +184,7 @@ def test_wgmma_from_registers_and_shared_memory_agree(f16):
     slab = shape.read_a(window, MatrixDescriptor.decode(descriptor_word(90, 0, 16, 256, 32), 90), 2)
     assert np.array_equal(a_shared[32:48], slab)
     b_values = shape.read_b(window, MatrixDescriptor.decode(descriptor_word(90, 8192, 16, 256, 32), 90))
-    d = numeric.multiply_accumulate(a_shared, b_values, None, "fp32")
+    d = numeric.multiply_accumulate(a_shared, b_values, None, "fp32", numeric.Product(kind, kind, f16))
     out = [fragment_maps.write_accumulator(d[16 * w : 16 * w + 16], f16) for w in range(4)]
     product = numeric.DECODE[kind](a) @ numeric.DECODE[kind](b).T
     for warp in range(4):
@@ -268,10 +268,10 @@ def test_truncating_accumulator_cuts_what_fp32_keeps():
     a = np.array([[1.0, 2.0**-13]], np.float32)
     b = np.array([[2.0**13, 2.0**-14]], np.float32)  # products 2^13 and 2^-27: far below the aligned fraction
     c = np.array([[-(2.0**13)]], np.float32)
-    assert numeric.multiply_accumulate(a, b, c, "truncate")[0, 0] == 0.0
+    assert numeric.multiply_accumulate(a, b, c, "truncate", numeric.Product("bf16", "bf16"))[0, 0] == 0.0
     wide = RNG.standard_normal((8, 16)).astype(np.float32)
     exact = wide.astype(np.float64) @ wide.astype(np.float64).T
-    cut = numeric.multiply_accumulate(wide, wide, None, "truncate")
+    cut = numeric.multiply_accumulate(wide, wide, None, "truncate", numeric.Product("tf32", "tf32"))
     assert np.all(np.abs(cut) <= np.abs(exact) + 1e-12 * np.abs(exact) + 2e-6)
     np.testing.assert_allclose(cut, exact, rtol=0, atol=2e-5)
 

@@ -15,7 +15,7 @@ from refluent.emulator.check.checker import Checker, NoChecker
 from refluent.emulator.cta import CTA, MachineWarp
 from refluent.emulator.errors import DeadlockError, FaultError
 from refluent.emulator.grid import Launch, Program
-from refluent.emulator.isa import CONTINUE, YIELD, AsyncOp, Blocked, Outcome, Waitable
+from refluent.emulator.isa import CONTINUE, YIELD, AsyncOp, Blocked, Outcome, Waitable, numeric
 from refluent.emulator.launch import LaunchRequest
 from refluent.emulator.memory import GlobalMemory, MemoryFault
 from refluent.emulator.report import Report, waiting_report
@@ -50,6 +50,8 @@ class Machine:
     ) -> None:
         self.arch = arch
         self.arch_number = int("".join(c for c in arch if c.isdigit()))
+        if accumulator not in numeric.ACCUMULATORS:
+            raise ValueError(f"accumulator must be one of {', '.join(numeric.ACCUMULATORS)}, got {accumulator!r}")
         self.accumulator = accumulator
         self.num_sms = num_sms
         self.seed = seed

@@ -84,6 +84,8 @@ def prepare_mma(instr: Instruction, kernel: Kernel) -> Handler:
         raise modifiers.refuse(f"{len(a_rows)} registers of A")
     unpack_a = fragment_maps.a_fragment_words if len(a_rows) == 4 else fragment_maps.a_fragment_words_k8
 
+    product = numeric.Product(a_type, b_type, f16)
+
     def decode(words: np.ndarray, kind: str) -> np.ndarray:
         return numeric.DECODE[kind](words.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[numeric.ELEMENT_BYTES[kind]]))
 
@@ -92,7 +94,7 @@ def prepare_mma(instr: Instruction, kernel: Kernel) -> Handler:
         a = decode(unpack_a(read_rows(warp, a_rows)), a_type)
         b = decode(fragment_maps.b_fragment_words(read_rows(warp, b_rows)), b_type)
         c = fragment_maps.read_accumulator(read_rows(warp, c_rows), f16)
-        d = numeric.multiply_accumulate(a, b, c, machine.accumulator)
+        d = numeric.multiply_accumulate(a, b, c, machine.accumulator, product)
         write_rows(warp, d_rows, fragment_maps.write_accumulator(d, f16))
         return CONTINUE
 

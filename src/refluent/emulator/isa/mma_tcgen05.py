@@ -179,7 +179,7 @@ class Mma:
             c = numeric.f16_to_f32(old.astype(np.uint16)) if s.accumulate_f16 else old.view(np.float32)
             if s.m == 128 and self.cta_group == 2:
                 c = np.concatenate([c[:64], c[64:]], axis=1)
-        d = numeric.multiply_accumulate(a, b, c, model)
+        d = numeric.multiply_accumulate(a, b, c, model, numeric.Product(s.a_type, s.b_type, s.accumulate_f16))
         if s.m == 128 and self.cta_group == 2:
             d = np.concatenate([d[:, : s.n // 2], d[:, s.n // 2 :]], axis=0)
         new = d.astype(np.float16).view(np.uint16).astype(np.uint32) if s.accumulate_f16 else d.view(np.uint32)

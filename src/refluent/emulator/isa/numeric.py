@@ -2,13 +2,16 @@
 
 Products of two 16-bit, tf32 or fp8 values are exact in float32, so a float32 (BLAS) product models "exact products,
 float32 accumulation". The truncating model follows the published probing of Hopper's and Blackwell's tensor cores
-(arXiv 2511.10909 and 2512.07004): the addends of one hardware step are aligned to the largest exponent, cut to a
-fixed number of fraction bits and added as integers.
+(arXiv 2511.10909 and 2512.07004): the products of one instruction (32 bytes of K) and the accumulator are aligned to
+the largest exponent among them, cut to a fixed number of fraction bits, added as integers, and the sum is cut to the
+accumulator's type (f16: rounded to nearest). A product's exponent is the sum of its factors' exponents, whether or
+not its significand reaches 2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -68,28 +71,65 @@ ELEMENT_BYTES = {"bf16": 2, "f16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1}
 K_BYTES = 32  # of one matrix instruction, every type
 
 
-def multiply_accumulate(a: np.ndarray, b: np.ndarray, c: np.ndarray | None, model: str) -> np.ndarray:
-    """a (m, k) @ b (n, k)^T + c (m, n), all float32. model: "fp32", or "truncate" (fixed-point alignment, cut)."""
+ACCUMULATORS = ("fp32", "truncate")
+_SMALLEST_EXPONENT = {"bf16": -126, "f16": -14, "tf32": -126, "e4m3": -6, "e5m2": -14}  # of normal numbers
+_NOTHING = -300  # below every exponent of a sum that is not 0
+
+
+@dataclass(frozen=True)
+class Product:
+    """What the rounding of a matrix product depends on: the operands' types, whether the accumulator is f16, and how
+    many bits the sum keeps below its largest exponent (25; wgmma on fp8: 13, and as many in the result)."""
+
+    a_type: str
+    b_type: str
+    half: bool = False
+    fraction: int = 25
+
+    @staticmethod
+    def of_wgmma(a_type: str, b_type: str, half: bool) -> Product:
+        return Product(a_type, b_type, half, 13 if ELEMENT_BYTES[a_type] == 1 else 25)
+
+
+def multiply_accumulate(a: np.ndarray, b: np.ndarray, c: np.ndarray | None, model: str, product: Product) -> np.ndarray:
+    """a (m, k) @ b (n, k)^T + c (m, n), all float32, k of one instruction. model: one of ACCUMULATORS. An f16
+    accumulator's result is float64, still to be rounded, in the truncating model."""
     if model == "fp32":
-        product = a @ b.T
-        return product if c is None else product + c
-    return _truncating(a, b, c)
+        plain = a @ b.T
+        return plain if c is None else plain + c
+    total = _truncated_sum(a, b, c, product)
+    return total if product.half else _cut(total, min(product.fraction, 23))
 
 
-_FRACTION_BITS = 25  # below the largest addend's leading bit, H100 and B200 (arXiv 2511.10909, table of widths)
+def _exponents(values: np.ndarray, smallest: int) -> np.ndarray:
+    """Exponents of the leading bit, those of zeros far below all others."""
+    exponents = np.maximum(np.frexp(values)[1] - 1, smallest)
+    return np.where(values == 0, -1000, exponents)
 
 
-def _truncating(a: np.ndarray, b: np.ndarray, c: np.ndarray | None) -> np.ndarray:
-    products = a.astype(np.float64)[:, None, :] * b.astype(np.float64)[None, :, :]
-    addends = products if c is None else np.concatenate([products, c.astype(np.float64)[:, :, None]], axis=2)
-    largest = np.max(np.abs(addends), axis=2, initial=0.0)
-    exponent = np.frexp(largest)[1]
-    unit = np.ldexp(1.0, exponent - _FRACTION_BITS)
-    cut = np.trunc(addends / unit[:, :, None]).sum(axis=2) * unit
-    exact = cut.astype(np.float32)
-    over = np.abs(exact.astype(np.float64)) > np.abs(cut)  # float32 result is cut too, never rounded up
-    exact[over] = np.nextafter(exact[over], np.float32(0))
-    special = ~np.isfinite(largest)
+def _truncated_sum(a: np.ndarray, b: np.ndarray, c: np.ndarray | None, product: Product) -> np.ndarray:
+    """The sum of every product and c, each cut to so many bits below the largest exponent; float64, exact."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    a_exponents = _exponents(a, _SMALLEST_EXPONENT[product.a_type])
+    b_exponents = _exponents(b, _SMALLEST_EXPONENT[product.b_type])
+    largest = np.full((len(a), len(b)), _NOTHING) if c is None else _exponents(c, -126)
+    for k in range(a.shape[1]):
+        np.maximum(largest, a_exponents[:, k, None] + b_exponents[None, :, k], out=largest)
+    np.maximum(largest, _NOTHING, out=largest)
+    scale = np.ldexp(1.0, product.fraction - largest)
+    total = np.zeros(largest.shape) if c is None else np.trunc(c * scale)
+    for k in range(a.shape[1]):
+        total += np.trunc(a[:, k, None] * b[None, :, k] * scale)
+    total /= scale
+    special = ~np.isfinite(total) | ~(np.isfinite(a).all(1)[:, None] & np.isfinite(b).all(1)[None])
     if special.any():
-        exact[special] = addends.sum(axis=2)[special].astype(np.float32)
-    return exact
+        plain = a @ b.T if c is None else a @ b.T + c
+        total[special] = plain[special]
+    return total
+
+
+def _cut(total: np.ndarray, fraction: int) -> np.ndarray:
+    """To float32 with `fraction` bits, towards zero."""
+    unit = np.ldexp(1.0, np.maximum(np.frexp(total)[1] - 1, -126) - fraction)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.where(np.isfinite(total), np.trunc(total / unit) * unit, total).astype(np.float32)

@@ -87,6 +87,7 @@ def prepare_wgmma(instr: Instruction, kernel: Kernel) -> Handler:
     modifiers.choose(["aligned"])
     operands = _Operands.of(instr, modifiers)
     shape = operands.shape
+    product = numeric.Product.of_wgmma(shape.a_type, shape.b_type, shape.accumulate_f16)
 
     def handler(machine: Machine, cta: CTA, warp: MachineWarp, mask: int) -> Outcome:
         converged(machine, cta, warp, mask, instr)
@@ -110,7 +111,7 @@ def prepare_wgmma(instr: Instruction, kernel: Kernel) -> Handler:
         values_b = _read_b(cta, warp, len(state.issued), shape, b)
         old = read_rows(warp, operands.d)
         c = fragment_maps.read_accumulator(old, shape.accumulate_f16) if flag(warp, operands.scale_d, 0) else None
-        d = numeric.multiply_accumulate(values_a, values_b, c, machine.accumulator)
+        d = numeric.multiply_accumulate(values_a, values_b, c, machine.accumulator, product)
         write_rows(warp, operands.d, fragment_maps.write_accumulator(d, shape.accumulate_f16))
         machine.count_flops(warp, shape.flops // 4)
         return CONTINUE
