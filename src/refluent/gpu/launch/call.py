@@ -31,7 +31,11 @@ def backward(
     *,
     ctas: int = 0,
 ) -> Gradients:
-    """The gradients of a call that the backend supports. `ctas`: of the main kernel's grid at most, 0: one a tile."""
+    """The gradients of a call that the backend supports.
+
+    `ctas`: of the main kernel's grid at most, each of which walks tiles; 0: one a tile. If deterministic, no more than
+    the device runs at once: a tile waits for earlier ones, and a CTA that has not started has tiles among those.
+    """
     if _nothing_to_do(problem, inputs):
         return _empty(problem, inputs, lse, dlse, needs)
     arch, emulated = target(inputs.q.device)
