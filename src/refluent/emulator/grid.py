@@ -11,6 +11,7 @@ import numpy as np
 
 from refluent.emulator import isa, runtime, state
 from refluent.emulator.check import wgmma_flow
+from refluent.emulator.codegen.emitter import Options
 from refluent.emulator.codegen.jit import CompiledKernel, compile_kernel
 from refluent.emulator.codegen.registry import is_event
 from refluent.emulator.cta import CTA, Cluster, MachineWarp
@@ -58,12 +59,13 @@ def _module(ptx: str) -> Module:
 
 
 @lru_cache(maxsize=256)
-def translate(ptx: str, kernel: str) -> Program:
-    """Parse and compile one kernel of a PTX text. Raises UnsupportedPTX for what nobody knows how to execute."""
+def translate(ptx: str, kernel: str, approx: str = "exact") -> Program:
+    """Parse and compile one kernel of a PTX text. approx: see emulator.gpu. Raises UnsupportedPTX for what nobody
+    knows how to execute."""
     kernels = _module(ptx).kernels
     if kernel not in kernels:
         raise LookupError(f"no kernel {kernel} among {', '.join(kernels)}")
-    return Program(compile_kernel(kernels[kernel]))
+    return Program(compile_kernel(kernels[kernel], Options(approx)))
 
 
 class Launch:
@@ -85,7 +87,7 @@ class Launch:
         self.counters = np.zeros((self.warps, len(program.block_lengths)), np.uint64)
         self.pending_ops = 0
         self.running: list[Cluster] = []
-        self.waiting = deque(range(self.total_clusters))
+        self.waiting = deque(machine.schedule.cta_order(self.total_clusters))
         self.triggered = 0  # CTAs that called griddepcontrol.launch_dependents or have left
         self.waiters: list[MachineWarp] = []  # warps of the next launch in griddepcontrol.wait
         self.completed = False

@@ -12,6 +12,7 @@ import numpy as np
 
 from refluent.emulator import grid, isa, runtime, state
 from refluent.emulator.check.checker import Checker, NoChecker
+from refluent.emulator.codegen.emitter import Options
 from refluent.emulator.cta import CTA, MachineWarp
 from refluent.emulator.errors import DeadlockError, FaultError
 from refluent.emulator.grid import Launch, Program
@@ -46,6 +47,8 @@ class Machine:
         translate: Callable[[str, str], Program] | None = None,
         idle_limit: int = IDLE_LIMIT,
         accumulator: str = "fp32",
+        approx: str = "exact",
+        cta_order: str = "linear",
         strict: bool = False,
     ) -> None:
         self.arch = arch
@@ -55,12 +58,13 @@ class Machine:
         self.accumulator = accumulator
         self.num_sms = num_sms
         self.seed = seed
-        self.schedule = Schedule(schedule, random.Random(seed))
+        self.schedule = Schedule(schedule, random.Random(seed), cta_order)
         self.report = Report(arch, seed, schedule)
         self.check: Checker | NoChecker = NoChecker() if checks == "none" else Checker(self, checks, strict)
         self.memory = GlobalMemory(shadowed=self.check.enabled)
         self.trace = Trace() if trace else None
-        self.translate = translate or grid.translate
+        Options(approx)  # refuses what is no mode
+        self.translate = translate or partial(grid.translate, approx=approx)
         self.module_variables: dict[int, Any] = {}
         self.budget = BUDGET
         self.idle_limit = idle_limit

@@ -11,6 +11,7 @@ from refluent.emulator.cta import MachineWarp
 from refluent.emulator.isa import AsyncOp
 
 SCHEDULES = ("fair", "random", "late", "early")
+CTA_ORDERS = ("linear", "random", "reverse")
 _FAIR_QUANTUM = 4  # events a warp handles before the next one runs
 
 
@@ -21,9 +22,12 @@ class Schedule:
     Everything random comes from one generator: the same seed gives the same run.
     """
 
-    def __init__(self, name: str, rng: random.Random) -> None:
+    def __init__(self, name: str, rng: random.Random, cta_order: str = "linear") -> None:
         if name not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r}")
+        if cta_order not in CTA_ORDERS:
+            raise ValueError(f"cta_order must be one of {', '.join(CTA_ORDERS)}, got {cta_order!r}")
+        self._cta_order = cta_order
         self.name = name
         self.rng = rng
         self.eager = name == "early"
@@ -43,6 +47,13 @@ class Schedule:
     def clear(self) -> None:
         self._queue.clear()
         self._pool.clear()
+
+    def cta_order(self, clusters: int) -> list[int]:
+        """In which order the clusters of a launch get their places."""
+        order = list(range(clusters))
+        if self._cta_order == "random":
+            self.rng.shuffle(order)
+        return order[::-1] if self._cta_order == "reverse" else order
 
     def add(self, warp: MachineWarp) -> None:
         """This warp can run."""

@@ -13,6 +13,8 @@ from refluent.emulator.context import Gpu, gpu
 from refluent.emulator.errors import EmulatorError
 
 SCHEDULES = ("fair", "random", "late", "early")
+ACCUMULATORS = ("fp32", "truncate")
+CTA_ORDERS = ("linear", "random", "reverse")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checks", default="all", metavar="CHECKS", help="all, none, or names of checks with commas (default: all)"
     )
     parser.add_argument("--num-sms", type=int, default=8, help="multiprocessors of the chip (default: %(default)s)")
+    parser.add_argument(
+        "--accumulator", choices=ACCUMULATORS, default="fp32", help="how tensor cores add (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--approx", choices=("exact", "perturbed"), default="exact", help="approximated functions (default: exact)"
+    )
+    parser.add_argument("--cta-order", choices=CTA_ORDERS, default="linear", help="order in which CTAs start")
     parser.add_argument("--strict", action="store_true", help="hold kernels to the letter of the PTX manual")
     parser.add_argument("--report", type=Path, metavar="DIR", help="write report.txt and a timeline into DIR")
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file, run as __main__")
@@ -44,6 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
             checks=checks,
             num_sms=arguments.num_sms,
             strict=arguments.strict,
+            accumulator=arguments.accumulator,
+            approx=arguments.approx,
+            cta_order=arguments.cta_order,
             on_finding="record",
             trace=arguments.report is not None,
         )

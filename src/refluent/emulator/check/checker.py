@@ -50,6 +50,7 @@ class Checker(Order):
         if unknown := chosen - set(KINDS):
             raise ValueError(f"checks: {', '.join(sorted(unknown))} not among {', '.join(KINDS)}, all, none")
         self.chosen = chosen
+        self.copies_are_generic = "cp.async" in chosen
         self.drained = 0
         self.who = np.zeros(shadow.WHO_WORDS, np.int64)  # of the operation being performed
         self.who_address: int = self.who.ctypes.data

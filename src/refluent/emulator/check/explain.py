@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING
 
 from refluent.emulator import state
 from refluent.emulator.check import shadow
+from refluent.emulator.ptx import Kernel
 from refluent.emulator.report import Finding, place
 
 if TYPE_CHECKING:
     from refluent.emulator.check.order import Order
     from refluent.emulator.cta import CTA
 
-# Kinds that `checks` may name. "order" is not among "all": it is for kernels that promise the same bits in every run.
-KINDS = ("race", "rewrite", "lanes", "proxy", "uninitialised", "object", "sync", "order")
-ON_DEMAND = ("order",)
+# Kinds that `checks` may name. Not among "all": "order", for kernels that promise the same bits in every run, and
+# "cp.async", which takes what cp.async writes for writes of the generic proxy: the manual leaves open whether they are.
+KINDS = ("race", "rewrite", "lanes", "proxy", "uninitialised", "object", "sync", "order", "cp.async")
+ON_DEMAND = ("order", "cp.async")
 _KIND = {
     shadow.WRITE_WRITE: "race",
     shadow.READ_AFTER_WRITE: "race",
@@ -61,7 +63,17 @@ def explain(order: Order, words: list[int], cta: CTA) -> Finding:
     lane = (other_what >> shadow.LANE_SHIFT) & 63
     lane_text = "another" if lane == shadow.MANY_LANES else str(lane)
     text = _TEXT[kind].format(me=me, other=other, where=where, lane=lane_text)
-    return Finding.make(_KIND[kind], text, launch, cta, places, addresses=(address, address + 2))
+    name = _KIND[kind]
+    if kind == shadow.NO_FENCE and earlier_copies(places):
+        name = "cp.async"
+    return Finding.make(name, text, launch, cta, places, addresses=(address, address + 2))
+
+
+def earlier_copies(places: list[tuple[Kernel, int]]) -> bool:
+    """Whether the earlier of two accesses is a cp.async."""
+    kernel, instr = places[-1]
+    found = kernel.instructions[instr]
+    return found.opcode == "cp" and found.modifiers[:1] == ("async",) and "bulk" not in found.modifiers
 
 
 def _who(order: Order, actor: int, what: int) -> str:

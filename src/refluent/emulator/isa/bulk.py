@@ -92,7 +92,7 @@ def _submit_copy(
             starts = np.array([offset for offset, _, _ in moves])
             sources = np.array([source for _, source, count in moves if count], np.int64)
             machine.check.async_global(op, sources, nbytes, write=False)
-            machine.check.async_shared(op, cta, starts, nbytes, write=True)
+            machine.check.async_shared(op, cta, starts, nbytes, write=True, generic=machine.check.copies_are_generic)
         shared, memory = cta.shared, machine.memory
         for offset, source, count in moves:
             if count:
