@@ -51,11 +51,11 @@ def gpu(
     num_sms: how many multiprocessors the chip has. on_finding: "raise" a FindingsError on leaving the block, or
     "record" only. line_info: compile with source lines, so that findings name them. trace: keep what `timeline` needs.
     strict: hold kernels to the letter of the PTX manual where compiled code is known to rely on more (tcgen05.wait::ld
-    before loaded registers are used). accumulator: how tensor cores add: "fp32", or "truncate", the published model of the chips (arXiv 2512.07004,
-    2511.10909). approx: what the hardware approximates (ex2, rcp, tanh, ...) is "exact", or "perturbed" within the PTX
-    manual's bound, by seed. cta_order: in which order CTAs get a place on the chip: "linear", as chips do, or "random"
-    or "reverse", which the programming model allows as well; a kernel whose CTAs wait for earlier ones needs them all
-    resident then (num_sms).
+    before loaded registers are used). accumulator: how tensor cores add: "fp32", or
+    "truncate", the published model of the chips (arXiv 2512.07004, 2511.10909). approx: what the hardware approximates
+    (ex2, rcp, tanh, ...) is "exact", or "perturbed" within the PTX manual's bound, by seed. cta_order: in which order
+    CTAs get a place on the chip: "linear", as chips do, or "random" or "reverse", which the programming model allows as
+    well; a kernel whose CTAs wait for earlier ones needs them all resident then (num_sms).
 
     Raises DriverError (unknown DSL version, bad argument, context inside a context) and, from calls inside, what the
     machine raises: faults, deadlocks, unsupported PTX.
