@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +19,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from refluent import reference, tiled
 from refluent.problem import Needs
-from refluent.tiled import cpu_flash, hardware
+from refluent.tiled import cpu_flash, hardware, parallel
 from refluent.tiled.dropout import keep_mask, philox, threshold
 from refluent.tiled.operands import Exponential
 from refluent.tiled.padding import Side
@@ -292,3 +298,78 @@ def test_nothing_spreads_from_an_empty_row() -> None:
         got = run(q, k, v, do, dlse, tile=TILE, causal=True, **options)
         assert all(x.isfinite().all() for name, x in got.tensors().items() if name not in ("lse", "max_score"))
         assert not got.gradients.dq[:, :20].any()
+
+
+@pytest.fixture
+def threads() -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield 3
+    torch.set_num_threads(before)
+
+
+def test_sharing_keeps_threads_settings(threads: int) -> None:
+    def work(part: Any) -> tuple[Any, int, bool, bool]:
+        assert threading.current_thread() is not threading.main_thread()
+        return part, torch.get_num_threads(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    assert parallel.share(range(7), work, 3) == [
+        (range(0, 7, 3), 1, False, False),
+        (range(1, 7, 3), 1, False, False),
+        (range(2, 7, 3), 1, False, False),
+    ]
+    with torch.inference_mode():
+        assert [result[3] for result in parallel.share(range(2), work, 3)] == [True, True]
+    assert torch.get_num_threads() == threads
+    fresh: list[int] = []
+    thread = threading.Thread(target=lambda: fresh.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert fresh == [threads]
+
+
+def test_sharing_hands_errors_on(threads: int) -> None:
+    def work(part: Any) -> None:
+        raise ValueError(f"part {part}")
+
+    with pytest.raises(ValueError, match="part"):
+        parallel.share(range(5), work, 2)
+
+
+def test_threads_change_nothing_and_repeat_to_the_bit(threads: int) -> None:
+    q, k, v, do = (torch.randn(2, 300, heads, 16, dtype=torch.float64) for heads in (6, 3, 3, 6))
+    slope, sink = torch.rand(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    options: dict[str, Any] = {"score_mod": lambda s, b, h, i, j: s + slope[h] * (j - i), "sink": sink, "causal": True}
+    shared, again = (run(q, k, v, do, **options).tensors() for _ in range(2))
+    torch.set_num_threads(1)
+    alone = run(q, k, v, do, **options).tensors()
+    for name, value in alone.items():
+        torch.testing.assert_close(shared[name], value, rtol=1e-11, atol=1e-11)
+        assert torch.equal(shared[name], again[name])
+
+
+def test_inference_mode_reaches_the_threads(threads: int) -> None:
+    q, k, v, _ = operands(600, 600)
+    with torch.inference_mode():
+        problem, inputs, _ = bind(q.clone(), k.clone(), v.clone(), softcap=3.0)
+        o, _, _ = tiled.forward(problem, inputs)
+        assert o.is_inference()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    program = """
+        import os, warnings, torch
+        import refluent as rf
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(2)
+        q = torch.randn(1, 600, 2, 16)
+        rf.attention(q, q, q, softcap=2.0)
+        child = os.fork()
+        if child == 0:
+            torch.set_num_threads(2)
+            rf.attention(q, q, q, softcap=2.0)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,7 @@ from refluent.tiled.operands import Exponential, minus_inf_to_zero, pack_keys, p
 from refluent.tiled.products import Products, product_dtype
 from refluent.tiled.scores import Scorer, Workspace
 from refluent.tiled.visible import BlockMap, Keep, Tile, Visibility
-from refluent.tiled.walk import Chunk, Segment, TileSize, chunks
+from refluent.tiled.walk import Chunk, TileSize
 
 
 @dataclass(frozen=True)
@@ -62,22 +62,35 @@ def finish(inputs: Inputs, out: Gradients) -> Gradients:
     )
 
 
-def backward_segment(
+def private(out: Gradients) -> Gradients:
+    """The same dq, dk, dv, which chunks fill in different places, and zeros for what they all add to."""
+    return replace(
+        out,
+        dsink=None if out.dsink is None else torch.zeros_like(out.dsink),
+        dcaptured=tuple(None if grad is None else torch.zeros_like(grad) for grad in out.dcaptured),
+    )
+
+
+def add(out: Gradients, part: Gradients) -> None:
+    """Add what :func:`private` made apart."""
+    for total, share in zip((out.dsink, *out.dcaptured), (part.dsink, *part.dcaptured)):
+        if total is not None and share is not None:
+            total.add_(share)
+
+
+def backward_chunks(
     problem: Problem,
     inputs: Inputs,
-    segment: Segment,
+    chunks: Iterable[Chunk],
     tile: TileSize,
     blocks: BlockMap | None,
-    workspace: Workspace,
     upstream: Upstream,
     needs: Needs,
     out: Gradients,
 ) -> None:
-    """Fill ``out`` for one segment; dsink and dcaptured are added to."""
-    if segment.len_q == 0:
-        return
-    by_batch, by_head = (blocks.by_batch, blocks.by_head) if blocks is not None else (False, False)
-    for chunk in chunks(segment, problem, tile, by_batch, by_head):
+    """Fill ``out`` for some chunks; dsink and dcaptured are added to."""
+    workspace = Workspace(problem.device)
+    for chunk in chunks:
         _Backward(problem, inputs, chunk, tile, blocks, workspace, upstream, needs, out).run()
 
 

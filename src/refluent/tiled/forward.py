@@ -4,6 +4,7 @@ with the tiling of FlashAttention (Dao et al., 2022)."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from refluent.tiled.operands import Exponential, minus_inf_to_zero, pack_keys, p
 from refluent.tiled.products import Products, product_dtype
 from refluent.tiled.scores import Scorer, Workspace
 from refluent.tiled.visible import BlockMap, Keep, Tile, Visibility
-from refluent.tiled.walk import Chunk, Segment, TileSize, chunks
+from refluent.tiled.walk import Chunk, TileSize
 
 
 @dataclass(frozen=True)
@@ -35,20 +36,12 @@ class Outputs:
         return Outputs(o, lse, torch.full_like(lse, -math.inf) if problem.options.return_max_score else None)
 
 
-def forward_segment(
-    problem: Problem,
-    inputs: Inputs,
-    segment: Segment,
-    tile: TileSize,
-    blocks: BlockMap | None,
-    workspace: Workspace,
-    out: Outputs,
+def forward_chunks(
+    problem: Problem, inputs: Inputs, chunks: Iterable[Chunk], tile: TileSize, blocks: BlockMap | None, out: Outputs
 ) -> None:
-    """Fill ``out`` for the rows of one segment."""
-    if segment.len_q == 0:
-        return
-    by_batch, by_head = (blocks.by_batch, blocks.by_head) if blocks is not None else (False, False)
-    for chunk in chunks(segment, problem, tile, by_batch, by_head):
+    """Fill ``out`` for the rows and heads of some chunks."""
+    workspace = Workspace(problem.device)
+    for chunk in chunks:
         _Forward(problem, inputs, chunk, tile, blocks, workspace, out).run()
 
 

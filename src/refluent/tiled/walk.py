@@ -139,15 +139,18 @@ def default_tile(problem: Problem) -> TileSize:
     return TileSize(m=m, n=n, scores=1 << 19)
 
 
-def chunks(segment: Segment, problem: Problem, tile: TileSize, by_batch: bool, by_head: bool) -> Iterator[Chunk]:
-    """Cut a segment so that one tile of a chunk stays within ``tile.scores``.
+def chunks(
+    segment: Segment, problem: Problem, tile: TileSize, by_batch: bool, by_head: bool, parts: int = 1
+) -> Iterator[Chunk]:
+    """Cut a segment so that one tile of a chunk stays within ``tile.scores``, into ``parts`` chunks or more.
 
     ``by_batch`` and ``by_head``: what is visible differs between sequences or heads, so each gets chunks of its own
-    that skip what it alone does not see.
+    that skip what it alone does not see. Heads are not cut further to get more parts.
     """
     tile_m, tile_n = min(tile.m, max(segment.len_q, 1)), min(tile.n, max(segment.len_k, 1))
-    units = max(1, tile.scores // (problem.group * tile_m * tile_n))
     num_b = segment.batch.stop - segment.batch.start
+    units = max(1, tile.scores // (problem.group * tile_m * tile_n))
+    units = min(units, max(1, -(-num_b * problem.heads_kv // parts)))
     step_kv = 1 if by_head else min(units, problem.heads_kv)
     step_b = 1 if by_batch or step_kv < problem.heads_kv else max(1, min(units // problem.heads_kv, num_b))
     for b0 in range(segment.batch.start, segment.batch.stop, step_b):
