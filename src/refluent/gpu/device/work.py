@@ -1,8 +1,9 @@
 """Which tile a CTA works on next: key block, head and sequence, and the query blocks that it walks.
 
-Tiles are numbered (batch, head, key block), the key block innermost. Under a causal mask or a window to the right the
-last key block comes first: it has the fewest query blocks, and with ranks counted the same way a tile waits only on
-tiles that started before it.
+Tiles are numbered (head, sequence, key block), the key block innermost: the key blocks of a head are those of the
+workspace, so that many short packed sequences need no more tiles than they have blocks. Under a causal mask or a window
+to the right the last key block comes first: it has the fewest query blocks, and with ranks counted the same way a tile
+waits only on tiles that started before it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 
-from refluent.gpu.device.seqlen import Side
+from refluent.gpu.device.locate import locate
+from refluent.gpu.device.seqlen import Side, workspace_blocks
 from refluent.gpu.device.visible import Window
 
 
@@ -35,20 +37,20 @@ class Call:
         return self.window.has_right
 
     def key_blocks(self):
-        """Key blocks a head that the longest sequence has."""
-        return (self.keys.seqlen + self.tile_n - 1) // self.tile_n
+        """Key blocks of a head, of all sequences."""
+        keys = self.keys
+        return workspace_blocks(self.batch, keys.seqlen, keys.tokens, self.tile_n, keys.cu_seqlens is not None)
 
     def tiles(self):
-        return self.key_blocks() * self.heads * self.batch
+        return self.key_blocks() * self.heads
 
     @cute.jit
     def tile(self, index) -> Tile:
-        """The tile of this number; without query blocks if its key block does not exist."""
+        """The tile of this number; without query blocks if its key block does not exist. By whole warps."""
         blocks = self.key_blocks()
-        batch = index // (blocks * self.heads)
-        head = (index // blocks) % self.heads
+        head = index // blocks
+        batch, n_block = locate(self.keys, index - head * blocks, self.batch, self.tile_n)
         len_q, len_k = self.queries.length(batch), self.keys.length(batch)
-        n_block = index % blocks
         if cutlass.const_expr(self.last_key_block_first):
             n_block = (len_k + self.tile_n - 1) // self.tile_n - 1 - n_block
         exists = n_block >= 0 and n_block * self.tile_n < len_k
