@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +28,20 @@ from refluent.emulator.trace import Trace
 SPIN_ROUNDS = 4  # polls a warp without any progress before the machine counts as idle
 IDLE_LIMIT = 2000  # idle rounds of nothing but polling before a livelock is reported
 BUDGET = 2_000_000  # backward jumps a native run may take
+
+
+@contextlib.contextmanager
+def _settled_objects() -> Iterator[None]:
+    """Objects that exist now (the compiler's, millions of them) are left out of garbage collection for a while: a run
+    makes many of its own, and each full collection would look at all of them."""
+    if gc.get_freeze_count():  # the process keeps its own account
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class Machine:
@@ -99,7 +115,8 @@ class Machine:
     def synchronize(self) -> None:
         """Run everything queued. Raises EmulatorError (deadlock, fault) after the report has been filled."""
         try:
-            with np.errstate(invalid="ignore", over="ignore"):  # a kernel's inf and NaN are its own business
+            # A kernel's inf and NaN are its own business.
+            with np.errstate(invalid="ignore", over="ignore"), _settled_objects():
                 while self.launches:
                     self._turn()
         finally:

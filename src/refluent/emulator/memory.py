@@ -166,6 +166,12 @@ class GlobalMemory:
 
     def gather(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
         """(n, nbytes) uint8: the bytes at each address."""
+        if not len(addresses):
+            return np.empty((0, nbytes), np.uint8)
+        addresses = np.asarray(addresses, np.int64)
+        block = self.find(int(addresses.min()))
+        if int(addresses.max()) + nbytes <= block.end:
+            return block.data[(addresses - block.base)[:, None] + np.arange(nbytes)]
         out = np.empty((len(addresses), nbytes), np.uint8)
         for row, address in zip(out, addresses.tolist()):
             row[:] = self.view(address, nbytes)

@@ -67,7 +67,7 @@ Prepare = Callable[[Instruction, Kernel], Handler]
 HANDLERS: dict[str, Prepare] = {}
 
 # Modules that register handlers; imported on first use.
-MODULES = ("barriers", "mbarrier", "sync", "atomics", "bulk", "tma", "wgmma", "tcgen05", "fragments", "calls")
+MODULES = ("barriers", "mbarrier", "sync", "atomics", "bulk", "copies", "tma", "wgmma", "tcgen05", "fragments", "calls")
 
 
 def handles(*names: str) -> Callable[[Prepare], Prepare]:

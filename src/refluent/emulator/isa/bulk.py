@@ -1,4 +1,4 @@
-"""Asynchronous copies that need no tensor map: cp.async, cp.async.bulk, cp.reduce.async.bulk, st.async, red.async.
+"""Asynchronous copies that need no tensor map: cp.async.bulk, cp.reduce.async.bulk, st.async, red.async.
 
 Source: PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy".
 """
@@ -13,9 +13,9 @@ import numpy as np
 from refluent.emulator.isa import CONTINUE, AsyncOp, Handler, Modifiers, Outcome, handles
 from refluent.emulator.isa.arithmetic import Combine, combine, combine_named, element_bytes, type_bytes
 from refluent.emulator.isa.atomics import read_data, registers
-from refluent.emulator.isa.groups import bulk_groups, copy_groups, wait_bulk
-from refluent.emulator.isa.mbarrier import MBarrier, active, arrive, complete_tx, completion, find, split
-from refluent.emulator.ptx import Addr, Imm, Instruction, Kernel, Operand, Pred, Reg
+from refluent.emulator.isa.groups import bulk_groups, wait_bulk
+from refluent.emulator.isa.mbarrier import MBarrier, active, complete_tx, completion, split
+from refluent.emulator.ptx import Addr, Imm, Instruction, Kernel, Operand, Reg
 from refluent.emulator.state import LANES
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from refluent.emulator.machine import Machine
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_PREFETCH = ("L2::64B", "L2::128B", "L2::256B")
 
 
 def integers(warp: MachineWarp, operand: Operand) -> list[int]:
@@ -33,158 +32,6 @@ def integers(warp: MachineWarp, operand: Operand) -> list[int]:
     assert isinstance(operand, Reg)
     values: list[int] = warp.view(operand).tolist()
     return values
-
-
-# cp.async
-
-
-@handles("cp.async")
-def _prepare_copy(instr: Instruction, kernel: Kernel) -> Handler:
-    mods = Modifiers(instr, kernel, skip=1)
-    cache = mods.choose(("ca", "cg"))
-    mods.choose(("shared", "shared::cta"))
-    mods.choose(("global",))
-    mods.flag("L2::cache_hint")
-    mods.choose(_PREFETCH, "")
-    mods.done()
-    target, source, size, *rest = instr.operands
-    assert isinstance(target, Addr)
-    assert isinstance(source, Addr)
-    if not isinstance(size, Imm) or size.value not in ((4, 8, 16) if cache == "ca" else (16,)):
-        raise mods.refuse("the copy size must be 4, 8 or 16 bytes (.cg: 16)")
-    nbytes = size.value
-    # What follows is a source size, a predicate to ignore the source, or a cache policy (64 bits).
-    extra = rest[0] if rest else None
-    ignores = isinstance(extra, Pred) or (isinstance(extra, Reg) and extra.bits == 1)
-    sized = not ignores and (isinstance(extra, Imm) or (isinstance(extra, Reg) and extra.bits == 32))
-
-    def handler(machine: Machine, cta: CTA, warp: MachineWarp, mask: int) -> Outcome:
-        lanes = active(mask)
-        targets, sources = warp.locate(target).tolist(), warp.locate(source).tolist()
-        counts = [nbytes] * LANES
-        if ignores:
-            ignored = warp.predicate(extra)  # type: ignore[arg-type]
-            counts = [0 if ignored >> lane & 1 else nbytes for lane in range(LANES)]
-        elif sized:
-            counts = integers(warp, extra)  # type: ignore[arg-type]
-        moves = []
-        for lane in lanes:
-            owner, offset = split(machine, warp, targets[lane], nbytes)
-            if offset % nbytes or sources[lane] % nbytes or not 0 <= counts[lane] <= nbytes or owner is not cta:
-                raise machine.fault(
-                    warp,
-                    f"lane {lane}: copies {counts[lane]} of {nbytes} bytes from 0x{sources[lane]:x} to shared memory "
-                    f"0x{offset:x} of {owner.name}: both must be aligned to the size, and the target the CTA's own",
-                )
-            moves.append((offset, sources[lane], counts[lane]))
-        op = _submit_copy(machine, cta, warp, moves, nbytes)
-        copy_groups(warp).add(op, mask)
-        return CONTINUE
-
-    return handler
-
-
-def _submit_copy(
-    machine: Machine, cta: CTA, warp: MachineWarp, moves: list[tuple[int, int, int]], nbytes: int
-) -> AsyncOp:
-    def perform() -> None:
-        if machine.check.enabled:
-            starts = np.array([offset for offset, _, _ in moves])
-            sources = np.array([source for _, source, count in moves if count], np.int64)
-            machine.check.async_global(op, sources, nbytes, write=False)
-            machine.check.async_shared(op, cta, starts, nbytes, write=True, generic=machine.check.copies_are_generic)
-        shared, memory = cta.shared, machine.memory
-        for offset, source, count in moves:
-            if count:
-                shared[offset : offset + count] = memory.view(source, count)
-            if count < nbytes:
-                shared[offset + count : offset + nbytes] = 0
-
-    op = AsyncOp(
-        "cp.async",
-        cta,
-        warp,
-        warp.instr,
-        perform,
-        lambda: f"cp.async of {warp.name} to shared memory 0x{moves[0][0]:x}",
-        nbytes=nbytes * len(moves),
-        row="bulk",
-    )
-    return machine.submit(op)
-
-
-@handles("cp.async.commit_group")
-def _prepare_commit(instr: Instruction, kernel: Kernel) -> Handler:
-    Modifiers(instr, kernel, skip=2).done()
-
-    def handler(machine: Machine, cta: CTA, warp: MachineWarp, mask: int) -> Outcome:
-        copy_groups(warp).commit(mask)
-        return CONTINUE
-
-    return handler
-
-
-@handles("cp.async.wait_group", "cp.async.wait_all")
-def _prepare_wait(instr: Instruction, kernel: Kernel) -> Handler:
-    mods = Modifiers(instr, kernel, skip=2)
-    mods.done()
-    keep: int | None = None
-    if instr.modifiers[1] == "wait_group":
-        count = instr.operands[0]
-        if not isinstance(count, Imm):
-            raise mods.refuse("needs an immediate")
-        keep = count.value
-
-    def handler(machine: Machine, cta: CTA, warp: MachineWarp, mask: int) -> Outcome:
-        groups = copy_groups(warp)
-        ops = groups.outstanding(mask, keep)
-        outcome = machine.wait_for(ops, "cp.async groups to be complete")
-        if outcome is CONTINUE:
-            for op in ops:
-                machine.check.wait_op(warp, op)
-            groups.forget(ops)
-        return outcome
-
-    return handler
-
-
-@handles("cp.async.mbarrier.arrive")
-def _prepare_copy_arrive(instr: Instruction, kernel: Kernel) -> Handler:
-    mods = Modifiers(instr, kernel, skip=3)
-    counted = mods.flag("noinc")
-    mods.choose(("shared", "shared::cta"), "generic")
-    mods.choose(("b64",))
-    mods.done()
-    address = instr.operands[0]
-    assert isinstance(address, Addr)
-
-    def handler(machine: Machine, cta: CTA, warp: MachineWarp, mask: int) -> Outcome:
-        addresses = warp.locate(address).tolist()
-        arrivals: dict[int, int] = {}
-        barriers: dict[int, MBarrier] = {}
-        for lane in active(mask):
-            barrier = barriers.get(addresses[lane]) or find(machine, warp, addresses[lane])
-            barriers[addresses[lane]] = barrier
-            arrivals[addresses[lane]] = arrivals.get(addresses[lane], 0) + 1
-            if not counted:
-                barrier.pending += 1
-        earlier = copy_groups(warp).outstanding(mask, None)
-        for key, count in arrivals.items():
-            _submit_arrival(machine, cta, warp, barriers[key], count, earlier)
-        return CONTINUE
-
-    return handler
-
-
-def _submit_arrival(
-    machine: Machine, cta: CTA, warp: MachineWarp, barrier: MBarrier, count: int, earlier: list[AsyncOp]
-) -> None:
-    def perform() -> None:
-        arrive(machine, barrier.cta, barrier.offset, count, op)
-
-    text = f"cp.async.mbarrier.arrive of {warp.name} on {barrier.name}"
-    op = AsyncOp("cp.async arrive", cta, warp, warp.instr, perform, lambda: text, after=tuple(earlier), row="bulk")
-    machine.submit(op)
 
 
 # cp.async.bulk and cp.reduce.async.bulk
