@@ -53,12 +53,12 @@ class Program:
         return wgmma_flow.violations(self.kernel, self.compiled.blocks)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=8)
 def _module(ptx: str) -> Module:
     return parse(ptx)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=24)
 def translate(ptx: str, kernel: str, approx: str = "exact") -> Program:
     """Parse and compile one kernel of a PTX text. approx: see emulator.gpu. Raises UnsupportedPTX for what nobody
     knows how to execute."""
