@@ -41,7 +41,7 @@ def store_rows(
 ):
     """A thread's key row, scaled, in 16 bits; zeros where no query visits the tile. Padding is never written."""
     key = tile.n_block * ctx.plan.tile_n + row
-    line = key_line(ctx, tile, target, key)
+    line = key_rows(ctx, tile, target)[key, None]
     out = cute.make_tensor(line.iterator.align(16), cute.make_layout((8, acc.columns // 8)))
     values = cute.make_rmem_tensor(cute.make_layout(COLUMNS), cutlass.Float32)
     packed = cute.make_rmem_tensor(cute.make_layout((8, COLUMNS // 8)), ctx.static.dtype)
@@ -71,6 +71,7 @@ def store_turned(
     factor: cutlass.Float32,
 ):
     """The same where keys are columns: a thread has one element of every key's row, a warp 64 bytes side by side."""
+    rows = key_rows(ctx, tile, target)
     values = cute.make_rmem_tensor(cute.make_layout(COLUMNS), cutlass.Float32)
     half = acc.columns // 2
     for part in cutlass.range(acc.rows * half // (LANES * COLUMNS)):  # of all blocks, which lie side by side
@@ -81,18 +82,17 @@ def store_turned(
             cute.arch.fence_view_async_tmem_load()
         key, place = tile.n_block * ctx.plan.tile_n + column, block * LANES + thread
         for j in cutlass.range_constexpr(COLUMNS):
-            line = key_line(ctx, tile, target, key + j)
-            if key + j < tile.len_k and place < line.shape[0]:
-                line[place] = (values[j] * factor).to(ctx.static.dtype)
+            if key + j < tile.len_k and place < rows.shape[1]:
+                rows[key + j, place] = (values[j] * factor).to(ctx.static.dtype)
 
 
 @cute.jit
-def key_line(ctx: Context, tile: Tile, target: cute.Tensor, key):
-    """(d,): the row of one key of the tile's sequence and head."""
+def key_rows(ctx: Context, tile: Tile, target: cute.Tensor):
+    """(keys, d): the rows of the tile's sequence and head."""
     side = ctx.call.keys
     if cutlass.const_expr(side.cu_seqlens is not None):
-        return target[side.start(tile.batch) + key, tile.head, None]
-    return target[tile.batch, key, tile.head, None]
+        return cute.domain_offset((side.start(tile.batch), 0), target[None, tile.head, None])
+    return target[tile.batch, None, tile.head, None]
 
 
 @cute.jit
