@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 from dataclasses import dataclass
@@ -12,14 +13,14 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-COMPILER = "<!-- needs a C++ compiler -->"
+COMPILER, EMULATOR = "<!-- needs a C++ compiler -->", "<!-- needs the emulator -->"
 
 
 @dataclass(frozen=True)
 class Block:
     line: int  # of its first line of code, from 1
     code: str
-    needs_compiler: bool
+    needs: str  # COMPILER, EMULATOR or what else stands above it
 
 
 def blocks(page: Path) -> list[Block]:
@@ -29,7 +30,7 @@ def blocks(page: Path) -> list[Block]:
             start = number + 1
         elif start is not None and line.rstrip() == "```":
             code = "\n".join(lines[start:number])
-            found.append(Block(start + 1, code, lines[max(0, start - 2)].strip() == COMPILER))
+            found.append(Block(start + 1, code, lines[max(0, start - 2)].strip()))
             start = None
     assert start is None, f"{page.name}: the block at line {start} has no end"
     return found
@@ -45,8 +46,9 @@ def test_blocks_run_as_written(page: Path, capsys: pytest.CaptureFixture[str]) -
     torch.manual_seed(0)
     names: dict[str, object] = {"__name__": "__docs__"}
     compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    lacking = {COMPILER: not compiler, EMULATOR: importlib.util.find_spec("cutlass") is None}
     for block in blocks(page):
-        if block.needs_compiler and not compiler:
+        if lacking.get(block.needs):
             continue
         run(block, page, names)
 

@@ -96,8 +96,11 @@ def test_vector_registers() -> None:
     assert k.instructions[1].operands[1] == parts.items[1]
 
 
-def test_lines_and_sources() -> None:
-    text = f"""{HEADER}.file 1 "/somewhere/kernel.py"
+@pytest.mark.parametrize("late", [False, True])
+def test_lines_and_sources(late: bool) -> None:
+    """The files are declared before the code, or after it."""
+    declared = '.file 1 "/somewhere/kernel.py"'
+    text = f"""{HEADER}{"" if late else declared}
 .visible .entry k()
 {{
   .reg .b32 %r<3>; // a comment; with a semicolon
@@ -109,6 +112,7 @@ def test_lines_and_sources() -> None:
     %r1;
   ret;
 }}
+{declared if late else ""}
 .section .debug_str {{ .b8 0, 1; }}
 """
     module = ptx.parse(text)

@@ -197,7 +197,8 @@ def table(rows: list[Row], found: dict[str, Any]) -> str:
         "# The emulator beside the chip",
         "",
         f"Written by `python tests/gpu/agreement.py` from a run on one {found['chip']}: the same kernels with the same",
-        "inputs there and in the emulator (`sm_90a`). `equal`: results with the same bits.",
+        "inputs there and in the emulator (`sm_90a`). `equal`: results with the same bits. Beside these,",
+        "`tests/gpu/test_ptx_on_chip.py` compares the cases of every ALU instruction, bit for bit.",
     ]
     for group, words in HEADINGS.items():
         part = [row for row in rows if row.group == group]

@@ -115,6 +115,9 @@ class _Scope:
         return None
 
 
+_FILES = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.MULTILINE)
+
+
 class Parser:
     """Recursive descent over the tokens of one file."""
 
@@ -123,7 +126,8 @@ class Parser:
         self.tokens.append("")
         self.lines.append(self.lines[-1] if self.lines else 1)
         self.at = 0
-        self.files: dict[int, str] = {}
+        # Files are declared anywhere, often after the code that names them.
+        self.files = {int(number): name for number, name in _FILES.findall(text)}
         self.globals: dict[str, Variable] = {}
         self.kernel: Kernel | None = None
         self.scope = _Scope(None)
@@ -183,7 +187,7 @@ class Parser:
             elif token in (".visible", ".extern", ".weak", ".common"):
                 continue
             elif token == ".file":
-                self.file()
+                self.rest_of_line()
             elif token == ".entry":
                 entries.append(self.entry())
             elif token == ".func":
@@ -200,10 +204,6 @@ class Parser:
         for kernel in entries:
             kernel.target = target
         return Module(version, target, {kernel.name: kernel for kernel in entries})
-
-    def file(self) -> None:
-        words = self.rest_of_line()
-        self.files[int(words[0])] = words[1].strip('"')
 
     def skip_to(self, end: str) -> None:
         while self.tokens[self.at] and self.next() != end:
@@ -400,7 +400,7 @@ class Parser:
             words = self.rest_of_line()
             self.source = (self.files.get(int(words[0]), words[0]), int(words[1]))
         elif word == ".file":
-            self.file()
+            self.rest_of_line()
         elif word == ".reg":
             self.registers()
         elif word in (".pragma", ".callprototype"):
