@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Kinds that `checks` may name. Not among "all": "order", for kernels that promise the same bits in every run, and
 # "cp.async", which takes what cp.async writes for writes of the generic proxy: the manual leaves open whether they are.
-KINDS = ("race", "rewrite", "lanes", "proxy", "uninitialised", "object", "sync", "order", "cp.async")
+KINDS = ("race", "rewrite", "lanes", "proxy", "uninitialised", "object", "order", "cp.async")
 ON_DEMAND = ("order", "cp.async")
 _KIND = {
     shadow.WRITE_WRITE: "race",
