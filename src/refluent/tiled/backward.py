@@ -15,7 +15,7 @@ from refluent.tiled.operands import Exponential, minus_inf_to_zero, pack_keys, p
 from refluent.tiled.products import Products, product_dtype
 from refluent.tiled.scores import Scorer, Workspace
 from refluent.tiled.visible import BlockMap, Keep, Tile, Visibility
-from refluent.tiled.walk import Chunk, TileSize
+from refluent.tiled.walk import Chunk, TileSize, covers_everything
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Upstream:
 
 
 def empty_gradients(problem: Problem, inputs: Inputs, needs: Needs) -> Gradients:
-    """Zeros where a gradient is needed; dsink and dcaptured in the accumulate type."""
+    """Where a gradient is needed: zeros, or memory that chunks fill; dsink and dcaptured in the accumulate type."""
+    make = torch.empty if covers_everything(problem) else torch.zeros
     mod = problem.options.score_mod
     dcaptured: tuple[Tensor | None, ...] = ()
     if mod is not None:
@@ -38,16 +39,12 @@ def empty_gradients(problem: Problem, inputs: Inputs, needs: Needs) -> Gradients
     if needs.dsink and inputs.sink is not None:
         dsink = torch.zeros_like(inputs.sink, dtype=problem.accum_dtype)
     return Gradients(
-        _zeros(inputs.q) if needs.dq else None,
-        _zeros(inputs.k) if needs.dk else None,
-        _zeros(inputs.v) if needs.dv else None,
+        make(inputs.q.shape, dtype=problem.dtype, device=problem.device) if needs.dq else None,
+        make(inputs.k.shape, dtype=problem.dtype, device=problem.device) if needs.dk else None,
+        make(inputs.v.shape, dtype=problem.dtype, device=problem.device) if needs.dv else None,
         dsink,
         dcaptured,
     )
-
-
-def _zeros(x: Tensor) -> Tensor:
-    return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
 
 
 def finish(inputs: Inputs, out: Gradients) -> Gradients:

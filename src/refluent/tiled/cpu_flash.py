@@ -85,6 +85,7 @@ def forward_segment(problem: Problem, inputs: Inputs, call: Call, out: Outputs) 
     whole, i0, i1 = _whole(problem, call), call.first_row, call.segment.len_q
     q, k, v = _operands(problem, inputs, call)
     o, lse = _forward(q, k, v, 0.0, call.causal, scale=problem.scale)
+    whole.query_side(out.o, 0, i0).zero_()
     whole.query_side(out.o, i0, i1).copy_(o)
     whole.row_side(out.lse, i0, i1).copy_(lse)
 
@@ -99,6 +100,7 @@ def backward_segment(problem: Problem, inputs: Inputs, call: Call, upstream: Ups
         do = do.contiguous()
     dq, dk, dv = _backward(do, q, k, v, o, lse, 0.0, call.causal, scale=problem.scale)
     if out.dq is not None:
+        whole.query_side(out.dq, 0, i0).zero_()
         whole.query_side(out.dq, i0, i1).copy_(dq)
     for target, made in ((out.dk, dk), (out.dv, dv)):
         if target is not None:

@@ -16,7 +16,7 @@ from refluent.tiled.operands import Exponential, minus_inf_to_zero, pack_keys, p
 from refluent.tiled.products import Products, product_dtype
 from refluent.tiled.scores import Scorer, Workspace
 from refluent.tiled.visible import BlockMap, Keep, Tile, Visibility
-from refluent.tiled.walk import Chunk, TileSize
+from refluent.tiled.walk import Chunk, TileSize, covers_everything
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class Outputs:
 
     @staticmethod
     def empty(problem: Problem, q: Tensor) -> Outputs:
-        """What rows outside every sequence hold: o = 0, lse = max_score = -inf."""
-        o = q.new_zeros(*q.shape[:-1], problem.head_dim_v)
+        """What rows outside every sequence hold: o = 0, lse = max_score = -inf. Where there are none o stays unset."""
+        o_shape = (*q.shape[:-1], problem.head_dim_v)
+        o = q.new_empty(o_shape) if covers_everything(problem) else q.new_zeros(o_shape)
         shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
         lse = q.new_full(shape, -math.inf, dtype=problem.accum_dtype)
         return Outputs(o, lse, torch.full_like(lse, -math.inf) if problem.options.return_max_score else None)

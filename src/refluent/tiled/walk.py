@@ -97,9 +97,14 @@ class Chunk:
         return x[self.batch, start + s0 : start + s1].transpose(1, 2)
 
 
+def own_lengths(problem: Problem) -> bool:
+    """Whether sequences have lengths of their own."""
+    return problem.varlen_q or problem.varlen_k or problem.has_seqused_q or problem.has_seqused_k
+
+
 def host_segments(problem: Problem, inputs: Inputs) -> list[Segment]:
     """Segments with exact lengths, read on the host."""
-    if not (problem.varlen_q or problem.varlen_k or problem.has_seqused_q or problem.has_seqused_k):
+    if not own_lengths(problem):
         sq, sk = problem.seqlen_q, problem.seqlen_k
         return [Segment(slice(0, problem.batch), slice(0, sq), slice(0, sk), sq, sk, sk - sq)]
     rows = _spans(problem.batch, problem.seqlen_q, inputs.cu_seqlens_q, inputs.seqused_q)
@@ -121,6 +126,11 @@ def _spans(batch: int, seqlen: int, cu_seqlens: Tensor | None, seqused: Tensor |
     if seqused is not None:
         lengths = [min(length, used) for length, used in zip(lengths, seqused.tolist())]
     return [slice(start, start + length) for start, length in zip(starts, lengths)]
+
+
+def covers_everything(problem: Problem) -> bool:
+    """Whether chunks reach every row and key: no lengths of sequences' own, and rows to start from."""
+    return not own_lengths(problem) and problem.seqlen_q > 0
 
 
 def default_tile(problem: Problem) -> TileSize:
