@@ -77,7 +77,7 @@ def _add_demo(commands: Commands) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("refluent-report"), help="report folder (default: %(default)s)"
     )
-    parser.add_argument("--steps", type=_positive, default=None, help="training steps of each model")
+    parser.add_argument("--steps", type=positive_number, default=None, help="training steps of each model")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, batches and sampling (default: 0)")
     parser.add_argument("--device", default=None, help="cpu, cuda, cuda:1, ... (default: a GPU if torch sees one)")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
@@ -130,7 +130,7 @@ def _add_check(commands: Commands) -> None:
     parser.add_argument("--device", default=None, help="cpu, cuda, ... (default: a GPU if torch sees one)")
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="default: all four")
     parser.add_argument(
-        "--head-dim", nargs="+", type=_positive, default=list(HEAD_DIMS), metavar="D", help=f"default: {HEAD_DIMS}"
+        "--head-dim", nargs="+", type=positive_number, default=list(HEAD_DIMS), metavar="D", help=f"default: {HEAD_DIMS}"
     )
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES), help="default: all of them")
     parser.add_argument("--seed", type=int, default=0, help="seed of the inputs (default: 0)")
@@ -207,8 +207,8 @@ def _add_plan(commands: Commands) -> None:
         "shared memory, drawn to scale.",
     )
     parser.add_argument("--arch", choices=["sm100"], default="sm100", help="architecture (default: %(default)s)")
-    parser.add_argument("--head-dim", type=_positive, required=True, metavar="D", help="of q and k, in elements")
-    parser.add_argument("--head-dim-v", type=_positive, metavar="D", help="of v (default: that of q and k)")
+    parser.add_argument("--head-dim", type=positive_number, required=True, metavar="D", help="of q and k, in elements")
+    parser.add_argument("--head-dim-v", type=positive_number, metavar="D", help="of v (default: that of q and k)")
     parser.add_argument("--causal", action="store_true", help="with a causal mask")
     parser.add_argument(
         "--window", nargs=2, type=int, metavar=("LEFT", "RIGHT"), default=(-1, -1), help="positions; -1: open"
@@ -266,7 +266,7 @@ def _cache(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _positive(value: str) -> int:
+def positive_number(value: str) -> int:
     number = int(value)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive whole number")
