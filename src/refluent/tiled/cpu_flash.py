@@ -28,9 +28,6 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _SHORT = {torch.float32: 1 << 24, torch.bfloat16: 1 << 22, torch.float16: 1 << 22}
 """Multiplications in one product of one head up to which the kernel wins in any case (512 x 512 x 64, 256 x 256 x
 64)."""
-_BRIEF = 1 << 29
-"""The same over all heads (8 of 1024 x 1024 x 64, a forward of under 10 ms): OpenMP's threads spin for some
-milliseconds after whatever came before, on the cores that threads of chunks would need; the kernel uses those threads."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +41,7 @@ class Call:
 
 def plan_forward(problem: Problem, segment: Segment) -> Call | None:
     """The kernel's way to a segment's forward, None where it has none or a slower one."""
-    heads = problem.heads_q * (segment.batch.stop - segment.batch.start)
-    brief = heads * segment.len_q * segment.len_k * problem.head_dim <= _BRIEF
-    return _exact(problem, segment) if brief or _wins(problem, segment) else None
+    return _exact(problem, segment) if _wins(problem, segment) else None
 
 
 def plan_backward(problem: Problem, segment: Segment, dlse: Tensor | None) -> Call | None:
