@@ -1,7 +1,7 @@
 """The torch backend on the CPU beside torch's scaled_dot_product_attention, in one run.
 
 One sequence, 8 heads of 64, causal. Every number is the median over rounds of the ratio of two calls made one right
-after the other, so that whatever else the machine does hits both; forward and backward run through autograd. The
+after the other (in turns first), so that whatever else the machine does hits both; forward and backward run through autograd. The
 memory row is the growth of a fresh process's peak resident size over one forward and backward.
 
     python bench/cpu.py [--rounds N] [--threads N] [--json FILE]
@@ -28,6 +28,8 @@ import refluent as rf
 
 HEADS, HEAD_DIM = 8, 64
 LONG = 16384
+SETTLE = 0.05
+"""Seconds before each forward: OpenMP's threads keep spinning for some milliseconds after the call before."""
 
 MEMORY_PROGRAM = f"""
 import resource, torch
@@ -71,6 +73,7 @@ def inputs(dtype: torch.dtype, seqlen: int) -> tuple[Tensor, Tensor, Tensor, Ten
 
 def timed(call: Call, leaves: tuple[Tensor, ...], do: Tensor) -> tuple[float, float]:
     """Seconds of a forward and of its backward."""
+    time.sleep(SETTLE)
     start = time.perf_counter()
     o = call()
     middle = time.perf_counter()
@@ -81,7 +84,11 @@ def timed(call: Call, leaves: tuple[Tensor, ...], do: Tensor) -> tuple[float, fl
 def compare(ours: Call, other: Call, leaves: tuple[Tensor, ...], do: Tensor, rounds: int) -> list[Medians]:
     """For the forward and the backward."""
     timed(ours, leaves, do), timed(other, leaves, do)
-    both = [(timed(ours, leaves, do), timed(other, leaves, do)) for _ in range(rounds)]
+    both = []
+    for number in range(rounds):
+        # Every other round the other way round: a call may pay for what the one before it left behind.
+        pair = [timed(call, leaves, do) for call in ((ours, other) if number % 2 else (other, ours))]
+        both.append(tuple(pair if number % 2 else reversed(pair)))
     rows: list[Medians] = []
     for direction in (0, 1):
         mine, theirs = [a[direction] for a, _ in both], [b[direction] for _, b in both]

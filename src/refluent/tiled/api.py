@@ -15,7 +15,7 @@ from refluent.tiled.backward import Upstream, add, backward_chunks, empty_gradie
 from refluent.tiled.forward import Outputs, forward_chunks
 from refluent.tiled.padding import pad
 from refluent.tiled.visible import BlockMap
-from refluent.tiled.walk import Chunk, Segment, TileSize, chunks, default_tile, host_segments
+from refluent.tiled.walk import Chunk, Segment, TileSize, chunks, covers_everything, default_tile, host_segments
 
 _SHARED_SCORES = 1 << 18
 """Scores of a call from which several threads are worth waking (about 0.1 ms)."""
@@ -69,14 +69,17 @@ def forward(
     """
     if not _reads_lengths(problem, host_lengths):
         return _forward_padded(problem, inputs, tile)
+    segments = host_segments(problem, inputs)
+    calls = [cpu_flash.plan_forward(problem, segment) if tile is None else None for segment in segments]
+    if covers_everything(problem) and calls[0] is not None:
+        alone = cpu_flash.forward_alone(problem, inputs, calls[0])
+        if alone is not None:
+            return alone.o, alone.lse, None
     out = Outputs.empty(problem, inputs.q)
-    tiled: list[Segment] = []
-    for segment in host_segments(problem, inputs):
-        call = cpu_flash.plan_forward(problem, segment) if tile is None else None
-        if call is None:
-            tiled.append(segment)
-        else:
+    for call in calls:
+        if call is not None:
             cpu_flash.forward_segment(problem, inputs, call, out)
+    tiled = [segment for segment, call in zip(segments, calls) if call is None]
     _forward_tiles(problem, inputs, tile, tiled, out)
     return out.o, out.lse, out.max_score
 

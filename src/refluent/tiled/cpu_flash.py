@@ -28,6 +28,9 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _SHORT = {torch.float32: 1 << 24, torch.bfloat16: 1 << 22, torch.float16: 1 << 22}
 """Multiplications in one product of one head up to which the kernel wins in any case (512 x 512 x 64, 256 x 256 x
 64)."""
+_BRIEF = 1 << 29
+"""The same over all heads for float32 forwards (8 heads of 1024 x 1024 x 64, under 10 ms), where threads of chunks have
+no time to make up for their start."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,10 @@ class Call:
 
 def plan_forward(problem: Problem, segment: Segment) -> Call | None:
     """The kernel's way to a segment's forward, None where it has none or a slower one."""
-    return _exact(problem, segment) if _wins(problem, segment) else None
+    heads = problem.heads_q * (segment.batch.stop - segment.batch.start)
+    work = heads * segment.len_q * segment.len_k * problem.head_dim
+    brief = problem.dtype == torch.float32 and work <= _BRIEF
+    return _exact(problem, segment) if brief or _wins(problem, segment) else None
 
 
 def plan_backward(problem: Problem, segment: Segment, dlse: Tensor | None) -> Call | None:
@@ -78,6 +84,15 @@ def _exact(problem: Problem, segment: Segment) -> Call | None:
     if right == 0 and shift <= 0:
         return Call(segment, -shift, True)
     return None
+
+
+def forward_alone(problem: Problem, inputs: Inputs, call: Call) -> Outputs | None:
+    """The forward of a call that is one segment, in the kernel's own memory; None where some rows see nothing."""
+    if call.first_row > 0:
+        return None
+    q, k, v = _operands(problem, inputs, call)
+    o, lse = _forward(q, k, v, 0.0, call.causal, scale=problem.scale)
+    return Outputs(o.transpose(1, 2).to(problem.dtype), lse, None)
 
 
 def forward_segment(problem: Problem, inputs: Inputs, call: Call, out: Outputs) -> None:
