@@ -23,6 +23,9 @@ class Recorder:
     def synchronize(self):
         self.synchronized += 1
 
+    def close(self):
+        """Launches stay."""
+
 
 @contextmanager
 def recording(arch, num_sms=8, **options):

@@ -127,6 +127,7 @@ class Gpu:
             host.uninstall()
             self._pending.clear()
             self.handed.forget()
+            self.machine.close()
         if kind is None and self.on_finding == "raise" and self.open_findings():
             raise FindingsError(str(self.report()))
 

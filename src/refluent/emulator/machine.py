@@ -41,6 +41,9 @@ def _settled_objects() -> Iterator[None]:
     try:
         yield
     finally:
+        # What the run leaves behind are cycles. Among the compiler's objects again, they would wait for the next full
+        # collection, which with so many objects hardly ever comes.
+        gc.collect()
         gc.unfreeze()
 
 
@@ -123,6 +126,12 @@ class Machine:
             if self.launches:
                 self._abandon()
             self.memory.take_back()
+
+    def close(self) -> None:
+        """Nothing more will be launched: give up all that is known of memory. The report and the trace stay."""
+        self.check, self.memory = NoChecker(), GlobalMemory()
+        self.last_launch = None
+        self.module_variables.clear()
 
     def _abandon(self) -> None:
         for launch in self.launches:
