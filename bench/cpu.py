@@ -1,8 +1,8 @@
 """The torch backend on the CPU beside torch's scaled_dot_product_attention, in one run.
 
 One sequence, 8 heads of 64, causal. Every number is the median over rounds of the ratio of two calls made one right
-after the other (in turns first), so that whatever else the machine does hits both; forward and backward run through autograd. The
-memory row is the growth of a fresh process's peak resident size over one forward and backward.
+after the other, in turns first, so that whatever else the machine does hits both; forward and backward run through
+autograd. The memory row is the growth of a fresh process's peak resident size over one forward and backward.
 
     python bench/cpu.py [--rounds N] [--threads N] [--json FILE]
 """
