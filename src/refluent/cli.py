@@ -130,7 +130,12 @@ def _add_check(commands: Commands) -> None:
     parser.add_argument("--device", default=None, help="cpu, cuda, ... (default: a GPU if torch sees one)")
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="default: all four")
     parser.add_argument(
-        "--head-dim", nargs="+", type=positive_number, default=list(HEAD_DIMS), metavar="D", help=f"default: {HEAD_DIMS}"
+        "--head-dim",
+        nargs="+",
+        type=positive_number,
+        default=list(HEAD_DIMS),
+        metavar="D",
+        help=f"default: {HEAD_DIMS}",
     )
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES), help="default: all of them")
     parser.add_argument("--seed", type=int, default=0, help="seed of the inputs (default: 0)")
