@@ -2,7 +2,7 @@
 
 One sequence, 8 heads of 64, causal. Every number is the median over rounds of the ratio of two calls made one right
 after the other, in turns first, so that whatever else the machine does hits both; forward and backward run through
-autograd. The memory row is the growth of a fresh process's peak resident size over one forward and backward.
+autograd. The memory row is the growth of a fresh process's peak resident size over one forward and backward (Linux).
 
     python bench/cpu.py [--rounds N] [--threads N] [--json FILE]
 """
@@ -32,18 +32,22 @@ SETTLE = 0.05
 """Seconds before each forward: OpenMP's threads keep spinning for some milliseconds after the call before."""
 
 MEMORY_PROGRAM = f"""
-import resource, torch
+import re, torch
 import refluent as rf
+
+def peak_mb():
+    # Not getrusage's ru_maxrss: a child inherits its parent's.
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 1024
 
 def run(n):
     q, k, v = (torch.randn(1, n, {HEADS}, {HEAD_DIM}, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_mb()
     rf.attention(q, k, v, causal=True).sum().backward()
     return before
 
 run(256)
 before = run({LONG})
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+print(peak_mb() - before)
 """
 
 
