@@ -34,8 +34,8 @@ def argument_of(identity: str) -> Argument | None:
 ARGUMENTS = (
     Argument(
         BLIND_SPOT,
-        "registers that tcgen05.ld brings are used before the wait: the emulator has their values at once. Where tensor "
-        "memory is written again without a wait in between, strict=True names it.",
+        "registers that tcgen05.ld brings are used before the wait: the emulator has their values at once. Where "
+        "tensor memory is written again without a wait in between, strict=True names it.",
         """
         tcgen05_gemm tcgen05.wait::ld.sync.aligned 1 deleted
         tcgen05_pair tcgen05.wait::ld.sync.aligned 1 deleted
