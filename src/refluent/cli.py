@@ -109,13 +109,16 @@ def _add_doctor(commands: Commands) -> None:
         description="Prints Python, torch, the GPU and its driver, the CuTe DSL, and for each backend whether it works "
         "here or why not. Exit code 1 if no backend works.",
     )
+    parser.add_argument(
+        "--run", action="store_true", help="also compile a small call for the backends of GPU kernels and run it"
+    )
     parser.set_defaults(command=_doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from refluent.doctor import run
 
-    return run()
+    return run(compiling=arguments.run)
 
 
 def _add_check(commands: Commands) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import platform
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -47,6 +48,8 @@ SMALL = Step(layers=(1,), settings=Settings(steps=5, batch=2, length=384, warmup
 
 def missing() -> str | None:
     """Why the kernel cannot be emulated on this machine, in words; None if it can."""
+    if platform.system() != "Linux":
+        return "the CuTe DSL, which compiles it, exists for Linux only"
     return backends.missing(BACKEND)
 
 
