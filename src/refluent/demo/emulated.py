@@ -27,6 +27,7 @@ from .train import Settings, train
 
 BACKEND = "emulate:sm100"
 OPTION = "--report"
+PIXELS = 680  # of the timeline, labels aside: a page's width with them
 CPU = torch.device("cpu")
 
 
@@ -85,7 +86,7 @@ def run_layer(seen: Traced, chip_options: dict[str, Any]) -> tuple[dict[str, Any
             if not chip.report().findings:
                 raise
     findings = [str(finding) for finding in chip.report().findings]
-    figures = {"findings": findings, "launches": [], "roles": [], "picture": None}
+    figures: dict[str, Any] = {"findings": findings, "launches": [], "roles": [], "picture": None}
     if made is None:
         return LayerErrors(seen.layer, seen.window, [], ["it did not end"]).figures() | figures, ""
     errors = judge(seen, expected, {"dq": made.dq, "dk": made.dk, "dv": made.dv})
@@ -98,7 +99,7 @@ def run_layer(seen: Traced, chip_options: dict[str, Any]) -> tuple[dict[str, Any
     figures["picture"] = f"layer-{seen.layer}.svg"
     figures["seconds"] = time.perf_counter() - started
     labels = {f"warp {w:02d}": f"warp {w:02d}, {name}" for name, warps in counts.ROLES.items() for w in warps}
-    return errors.figures() | figures, chip.picture(main.kernel, labels)
+    return errors.figures() | figures, chip.picture(main.kernel, labels, PIXELS)
 
 
 def _role(name: str, work: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
                 f"Frobenius error {row['frobenius_error']:.2e}, allowed {row['frobenius_bound']:.2e}"
             )
         for role in layer["roles"]:
-            yield f"  {role['role']:8} warps {_warps(role):5} {role['instructions']:>9,} instructions"
+            yield f"  {role['role']:8} warps {_warps(role):5}  {role['instructions']:,} warp instructions"
             for what in _operations(role):
                 yield f"    {what}"
         yield f"  {len(layer['findings'])} findings"
@@ -118,12 +118,14 @@ def _layer(layer: dict[str, Any]) -> str:
             ),
         )
     )
+    parts.append("<p>Bytes of ld and st are those of all lanes; what is broadcast counts for each.</p>")
     if layer["picture"]:
         parts.append(
             f"<h3>Layer {layer['layer']}: timeline of one CTA</h3>"
-            f'<div class=wide><a href="{layer["picture"]}"><img src="{layer["picture"]}" '
-            'alt="What each of the 16 warps and each unit did, from left to right"></a></div>'
-            "<p>Time is logical: it shows order and overlap, not speed.</p>"
+            f'<a href="{layer["picture"]}"><img src="{layer["picture"]}" '
+            'alt="What each of the 16 warps and each unit did, from left to right"></a>'
+            "<p>Time is logical: it shows order and overlap, not speed. Opened alone, the picture says under the pointer "
+            "what a warp waits for and what an operation moves.</p>"
         )
     findings = layer["findings"]
     parts.append(f"<h3>Layer {layer['layer']}: findings of the checks</h3>")
@@ -135,12 +137,12 @@ def _clocks(clocks: dict[str, Any] | None) -> str:
     if clocks is None:
         return ""
     rows: list[tuple[Any, ...]] = [
-        (row["unit"], row["what"], f"{row['clocks']:,.0f}", f"{row['design']:,}", row["counted"])
+        (("unit", row["unit"]), row["what"], f"{row['clocks']:,.0f}", f"{row['design']:,}", row["counted"])
         for row in clocks["rows"]
     ]
     classes = ["extra" if row["extra"] else "" for row in clocks["rows"]]
     for unit, (total, design) in clocks["sums"].items():
-        rows.append((unit, "sum", f"{total:,.0f}", f"{design:,}", ""))
+        rows.append((("unit", unit), "sum", f"{total:,.0f}", f"{design:,}", ""))
         classes.append("sum")
     why = "".join(f"<li>{html.escape(row['what'])}: {html.escape(row['why'])}</li>" for row in differing(clocks))
     return (

@@ -7,7 +7,7 @@ table { border-collapse: collapse; width: 100%; } tr { border-bottom: 1px solid 
 td, th { text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 tr.extra { color: #666; } tr.sum { font-weight: bold; }
-img { width: 100%; } .wide { overflow-x: auto; } .wide img { width: 100rem; }
+td.unit { white-space: nowrap; } img { width: 100%; }
 pre { background: #f5f5f2; padding: .75rem; white-space: pre-wrap; }
 .yes { color: #2c6e2c; } .no { color: #b02a1a; font-weight: bold; }
 """

@@ -144,10 +144,10 @@ class Gpu:
         """Write what each warp did: timeline.json (Perfetto) and timeline.svg. Needs gpu(..., trace=True)."""
         self._trace().write(Path(folder))
 
-    def picture(self, kernel: str, labels: Mapping[str, str]) -> str:
-        """The timeline of a kernel's CTA that takes the longest, as an SVG; `labels` instead of its rows' names ("warp
-        00", "TMA", ...). Needs gpu(..., trace=True)."""
-        return self._trace().longest(kernel).svg(labels)
+    def picture(self, kernel: str, labels: Mapping[str, str], across: int) -> str:
+        """The timeline of a kernel's CTA that takes the longest, as an SVG, time `across` pixels; `labels` instead of its
+        rows' names ("warp 00", "TMA", ...). Needs gpu(..., trace=True)."""
+        return self._trace().longest(kernel).svg(labels, across)
 
     def _trace(self) -> Trace:
         if self.machine.trace is None:

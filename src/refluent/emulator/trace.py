@@ -132,13 +132,13 @@ class Trace:
                 "args": {"what": bar.text},
             }
 
-    def svg(self, labels: Mapping[str, str] | None = None) -> str:
+    def svg(self, labels: Mapping[str, str] | None = None, across: int = _WIDTH) -> str:
         """The timeline as one picture: a row a warp and a row a unit of every CTA. `labels`: of rows of a single CTA,
-        instead of its name and theirs."""
+        instead of its name and theirs; across: pixels that all of the time takes."""
         rows = self.rows()
         last = max((bar.end for bar in self.bars), default=1)
-        scale = _WIDTH / last
-        width, height = _LEFT + _WIDTH + 10, _TOP + _ROW * len(rows) + 8
+        scale = across / last
+        width, height = _LEFT + across + 10, _TOP + _ROW * len(rows) + 8
         place = {row: _TOP + _ROW * i for i, row in enumerate(rows)}
         size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
         parts = [
