@@ -44,7 +44,7 @@ class Step:
         return Config(layers=max(self.layers) + 1, slopes=False)
 
 
-SMALL = Step(layers=(1,), settings=Settings(steps=5, batch=2, length=384, warmup=2))  # the demo's
+SMALL = Step(layers=(1,), settings=Settings(steps=4, batch=1, length=384, warmup=2))  # the demo's
 
 
 def missing() -> str | None:
@@ -133,11 +133,11 @@ def run_step(step: Step) -> tuple[dict[str, Any], dict[str, str]]:
         "inputs": {
             "sequences": batch,
             "length": rows,
-            "query heads": heads,
-            "key heads": captured[0].k.shape[2],
-            "head dimension": head_dim,
-            "type": str(captured[0].q.dtype).removeprefix("torch."),
-            "steps of training before": step.settings.steps,
+            "heads_q": heads,
+            "heads_kv": captured[0].k.shape[2],
+            "head_dim": head_dim,
+            "dtype": str(captured[0].q.dtype).removeprefix("torch."),
+            "steps": step.settings.steps,
         },
         "chip": step.chip,
         "layers": layers,

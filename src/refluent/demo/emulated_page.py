@@ -14,7 +14,7 @@ WHERE = "docs/kernels/sm100-backward.md"
 
 def lines(figures: dict[str, Any]) -> Iterator[str]:
     """The step as text for a terminal."""
-    yield "inputs: " + ", ".join(f"{name} {value}" for name, value in figures["inputs"].items())
+    yield f"inputs: {_inputs(figures)}"
     for layer in figures["layers"]:
         yield f"layer {layer['layer']}, {_mask(layer)}"
         for row in layer["gradients"]:
@@ -80,13 +80,20 @@ def section(figures: dict[str, Any]) -> str:
 
 
 def _layers(figures: dict[str, Any]) -> str:
-    inputs = ", ".join(f"{name} {value}" for name, value in figures["inputs"].items())
     what = (
         "<p>The attention backward of one training step of the demo's decoder (without its ALiBi slopes, which the "
-        f"kernel does not take yet): {html.escape(inputs)}. The compiled kernel ran on the CPU, instruction by "
-        "instruction.</p>"
+        f"kernel does not take yet): {html.escape(_inputs(figures))}. The compiled kernel ran on the CPU, "
+        "instruction by instruction.</p>"
     )
     return what + "".join(map(_layer, figures["layers"]))
+
+
+def _inputs(figures: dict[str, Any]) -> str:
+    made = figures["inputs"]
+    return (
+        f"{made['sequences']} x {made['length']} bytes of text, {made['heads_q']} query heads on {made['heads_kv']} key "
+        f"heads of {made['head_dim']} dimensions, {made['dtype']}, after {made['steps']} steps of training"
+    )
 
 
 def _layer(layer: dict[str, Any]) -> str:
@@ -124,8 +131,8 @@ def _layer(layer: dict[str, Any]) -> str:
             f"<h3>Layer {layer['layer']}: timeline of one CTA</h3>"
             f'<a href="{layer["picture"]}"><img src="{layer["picture"]}" '
             'alt="What each of the 16 warps and each unit did, from left to right"></a>'
-            "<p>Time is logical: it shows order and overlap, not speed. Opened alone, the picture says under the pointer "
-            "what a warp waits for and what an operation moves.</p>"
+            "<p>Time is logical: it shows order and overlap, not speed. Opened alone, the picture says under the "
+            "pointer what a warp waits for and what an operation moves.</p>"
         )
     findings = layer["findings"]
     parts.append(f"<h3>Layer {layer['layer']}: findings of the checks</h3>")

@@ -145,8 +145,8 @@ class Gpu:
         self._trace().write(Path(folder))
 
     def picture(self, kernel: str, labels: Mapping[str, str], across: int) -> str:
-        """The timeline of a kernel's CTA that takes the longest, as an SVG, time `across` pixels; `labels` instead of its
-        rows' names ("warp 00", "TMA", ...). Needs gpu(..., trace=True)."""
+        """The timeline of a kernel's CTA that takes the longest, as an SVG with `across` pixels of time and `labels`
+        instead of its rows' names ("warp 00", "TMA", ...). Needs gpu(..., trace=True)."""
         return self._trace().longest(kernel).svg(labels, across)
 
     def _trace(self) -> Trace:
