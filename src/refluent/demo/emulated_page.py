@@ -91,8 +91,8 @@ def _layers(figures: dict[str, Any]) -> str:
 def _inputs(figures: dict[str, Any]) -> str:
     made = figures["inputs"]
     return (
-        f"{made['sequences']} x {made['length']} bytes of text, {made['heads_q']} query heads on {made['heads_kv']} key "
-        f"heads of {made['head_dim']} dimensions, {made['dtype']}, after {made['steps']} steps of training"
+        f"{made['sequences']} x {made['length']} bytes of text, {made['heads_q']} query heads on {made['heads_kv']} "
+        f"key heads of {made['head_dim']} dimensions, {made['dtype']}, after {made['steps']} steps of training"
     )
 
 
@@ -191,4 +191,4 @@ def _table(head: Iterable[str], rows: Iterable[tuple[Any, ...]], classes: Iterab
             style, words = (f" class={cell[0]}", cell[1]) if isinstance(cell, tuple) else (number, cell)
             cells.append(f"<td{style}>{html.escape(words).replace(chr(10), '<br>')}</td>")
         made.append(f"<tr{f' class={kind}' if kind else ''}>{''.join(cells)}</tr>")
-    return f"<table>{''.join(made)}</table>"
+    return f"<table class=figures>{''.join(made)}</table>"
