@@ -29,8 +29,8 @@ from refluent.emulator import cudart
 BOTH = ("sm_90a", "sm_100a")
 
 
-_compiled: dict[tuple[str, str, str], Callable] = {}
-_running = ""
+_compiled: dict[tuple[Case | None, str, str], Callable] = {}
+_running: Case | None = None
 _placement = Placement()
 
 
@@ -43,7 +43,7 @@ class Case:
     def run(self, device: str = "cpu") -> Placement:
         """`device`: "cpu" inside a context of the emulator, "cuda" for a real one. Returns what the launches left."""
         global _running, _placement
-        _running, _placement = self.name, Placement(device)
+        _running, _placement = self, Placement(device)
         self.body()
         return _placement
 

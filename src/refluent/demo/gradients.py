@@ -62,10 +62,7 @@ def judge(seen: Traced, expected: accuracy.Expected, made: dict[str, Tensor]) ->
     if reference is None:
         raise RuntimeError("the reference made no gradients")
     right = {"dq": reference.dq, "dk": reference.dk, "dv": reference.dv} | reference.dcaptured
-    errors = [
-        accuracy.measure(name, got, right[name], expected.eager[name], reference.largest[name], expected.dtype)
-        for name, got in made.items()
-    ]
+    errors = [expected.measure(name, got, right[name]) for name, got in made.items()]
     return LayerErrors(seen.layer, seen.window, errors, [str(error) for error in errors if not error.passed])
 
 
