@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from refluent.emulator.patches import Patches
 if TYPE_CHECKING:
     from refluent.emulator.machine import Machine
     from refluent.emulator.report import Finding, Report
+    from refluent.emulator.trace import Trace
 
 _RAISED = ("fault", "deadlock", "livelock")  # kinds that end the call with a FaultError or DeadlockError
 
@@ -141,9 +142,17 @@ class Gpu:
 
     def timeline(self, folder: str | os.PathLike[str]) -> None:
         """Write what each warp did: timeline.json (Perfetto) and timeline.svg. Needs gpu(..., trace=True)."""
+        self._trace().write(Path(folder))
+
+    def picture(self, kernel: str, labels: Mapping[str, str], across: int) -> str:
+        """The timeline of a kernel's CTA that takes the longest, as an SVG with `across` pixels of time and `labels`
+        instead of its rows' names ("warp 00", "TMA", ...). Needs gpu(..., trace=True)."""
+        return self._trace().longest(kernel).svg(labels, across)
+
+    def _trace(self) -> Trace:
         if self.machine.trace is None:
             raise EmulatorError("nothing was traced: use emulator.gpu(..., trace=True)")
-        self.machine.trace.write(Path(folder))
+        return self.machine.trace
 
     def hand_in(self, value: Any) -> None:
         """Name a tensor or array whose memory kernels will reach through raw pointers."""

@@ -100,6 +100,7 @@ class Role:
     instructions: int
     events: int
     operations: dict[str, tuple[int, int, int]]  # kind: count, bytes, floating-point operations
+    names: dict[str, int]  # instruction with its modifiers: how often a warp came to it, whatever its guard said
 
 
 @dataclass
@@ -238,12 +239,19 @@ def _role(launch: Launch, warps: list[int]) -> Role:
     for (warp, kind), row in counts.by_warp.items():
         if warp in warps:
             operations[kind] = [a + b for a, b in zip(operations[kind], row)]
+    entered = launch.counters[warps].sum(0)
+    names: dict[str, int] = defaultdict(int)
+    for block, times in zip(launch.program.compiled.blocks, entered.tolist()):
+        if times:
+            for instr in launch.kernel.instructions[block.start : block.end]:
+                names[instr.name] += times
     return Role(
         warps,
         counts.setmaxnreg.get(warps[0]),
         int(sum(counts.instructions[warp] for warp in warps)),
         sum(counts.events[warp] for warp in warps),
         {kind: (row[0], row[1], row[2]) for kind, row in operations.items()},
+        dict(names),
     )
 
 
