@@ -32,7 +32,7 @@ types: $(VENV)/.dev
 
 # Two workers of one thread each: torch's own threads would fight over the cores.
 pytest: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term --cov-fail-under=80
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term --cov-fail-under=90
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
