@@ -3,16 +3,20 @@
 A tile step: one block of 128 queries against one block of 128 keys, D = 128, five matrix products. The same kernel runs
 with 1 and with more blocks of queries for one block of keys; a step is what each further block adds, so that neither
 compilation, nor delta and conversion kernels, nor prologue and epilogue count. Speed is given in warp instructions a
-second and in NumPy multiplies of 32 numbers, measured in the same run. Needs flash-attn-4 4.0.0b36 (the extra `peers`).
+second and in NumPy multiplies of 32 numbers, measured in the same run. With --processes the same backward, of several
+heads, is shared among so many processes, and wall-clock times of all its launches are compared with those in one
+process. Needs flash-attn-4 4.0.0b36 (the extra `peers`).
 
-    python bench/emulator_tiles.py [--arch sm_90a sm_100a] [--blocks N] [--rounds N]
+    python bench/emulator_tiles.py [--arch sm_90a sm_100a] [--blocks N] [--rounds N] [--processes N] [--heads N]
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -23,13 +27,26 @@ TILE = 128
 MULTIPLIES, SECONDS, CHECKS = 4.0, 0.02, 3.0  # what is aimed at: a warp instruction, a step, checks on over off
 
 
-def backward(blocks: int) -> None:
+def backward(blocks: int, heads: int = 1) -> None:
     from flash_attn.cute import interface
 
-    q, do = (torch.randn(1, TILE * blocks, 1, TILE).bfloat16() for _ in range(2))
-    k, v = (torch.randn(1, TILE, 1, TILE).bfloat16() for _ in range(2))
-    o, lse = q.clone(), torch.zeros(1, 1, TILE * blocks)
+    q, do = (torch.randn(1, TILE * blocks, heads, TILE).bfloat16() for _ in range(2))
+    k, v = (torch.randn(1, TILE, heads, TILE).bfloat16() for _ in range(2))
+    o, lse = q.clone(), torch.zeros(1, heads, TILE * blocks)
     interface._flash_attn_bwd(q, k, v, o, do, lse)
+
+
+def timed(chip: emulator.Gpu, clock: Callable[[], float]) -> list[float]:
+    """The time that the chip's launches will have taken, summed up in the one number of the list."""
+    run, spent = chip.machine.synchronize, [0.0]
+
+    def synchronize() -> None:
+        start = clock()
+        run()
+        spent[0] += clock() - start
+
+    chip.machine.synchronize = synchronize  # type: ignore[method-assign]
+    return spent
 
 
 def measure(arch: str, checks: str, blocks: int, rounds: int) -> tuple[float, float, int]:
@@ -39,15 +56,7 @@ def measure(arch: str, checks: str, blocks: int, rounds: int) -> tuple[float, fl
     for count in (1, 1 + blocks):
         for _ in range(rounds):
             with emulator.gpu(arch, checks=checks, on_finding="record") as chip:
-                run = chip.machine.synchronize
-                spent = [0.0]
-
-                def timed(run=run, spent=spent) -> None:
-                    start = time.process_time()
-                    run()
-                    spent[0] += time.process_time() - start
-
-                chip.machine.synchronize = timed  # type: ignore[method-assign]
+                spent = timed(chip, time.process_time)
                 backward(count)
             times[count] = min(times.get(count, 1e9), spent[0])
             instructions[count] = sum(launch.instructions for launch in chip.report().launches)
@@ -55,12 +64,36 @@ def measure(arch: str, checks: str, blocks: int, rounds: int) -> tuple[float, fl
     return step, times[1 + blocks], (instructions[1 + blocks] - instructions[1]) // blocks
 
 
+def compare(arch: str, checks: str, options: argparse.Namespace) -> None:
+    """Print wall-clock seconds of the launches in one process and in several, in turns; the median of the rounds."""
+    times: dict[int, list[float]] = {1: [], options.processes: []}
+    for _ in range(options.rounds):
+        for processes, row in times.items():
+            with emulator.gpu(arch, checks=checks, on_finding="record", processes=processes) as chip:
+                spent = timed(chip, time.perf_counter)
+                backward(options.blocks, options.heads)
+            row.append(spent[0])
+            for launch in chip.report().launches:
+                if launch.processes != processes:
+                    print(f"{launch.kernel[:60]}: in {launch.processes} processes: {launch.obstacle}")
+    one, several = (statistics.median(row) for row in times.values())
+    pairs = statistics.median(a / b for a, b in zip(*times.values()))
+    print(f"{arch:10} {checks:7} {one:8.2f} s in one process, {several:8.2f} s in {options.processes}: {pairs:.2f} times")
+
+
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", nargs="+", default=["sm_90a", "sm_100a"])
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=1, help="compare with so many, instead of timing steps")
+    parser.add_argument("--heads", type=int, default=16, help="of that comparison")
     options = parser.parse_args(arguments)
+    if options.processes > 1:
+        for arch in options.arch:
+            for checks in ("none", "all"):
+                compare(arch, checks, options)
+        return
     numpy_ns = time_numpy(5)
     print(f"numpy.multiply of 32 float32: {numpy_ns:.0f} ns")
     print(f"{'':10} {'checks':7} {'s a step':>9} {'instructions':>13} {'a second':>10} {'multiplies each':>16}")

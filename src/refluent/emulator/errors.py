@@ -21,3 +21,7 @@ class FaultError(EmulatorError):
 
 class FindingsError(EmulatorError):
     """The checks found something wrong with a kernel."""
+
+
+class ProcessError(EmulatorError):
+    """A process that ran a part of a launch was ended from outside. Nothing of that launch has been written."""

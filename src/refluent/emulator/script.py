@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--approx", choices=("exact", "perturbed"), default="exact", help="approximated functions (default: exact)"
     )
     parser.add_argument("--cta-order", choices=CTA_ORDERS, default="linear", help="order in which CTAs start")
+    parser.add_argument("--processes", type=int, default=1, help="that share the CTAs of a launch (default: 1)")
     parser.add_argument("--strict", action="store_true", help="hold kernels to the letter of the PTX manual")
     parser.add_argument("--report", type=Path, metavar="DIR", help="write report.txt and a timeline into DIR")
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file, run as __main__")
@@ -56,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
             accumulator=arguments.accumulator,
             approx=arguments.approx,
             cta_order=arguments.cta_order,
+            processes=arguments.processes,
             on_finding="record",
             trace=arguments.report is not None,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,6 +77,16 @@ class Trace:
             self.bars[-1] = Bar(row, last.start, end, kind, text)
         else:
             self.bars.append(Bar(row, start, end, kind, text))
+
+    def take(self) -> list[Bar]:
+        """The bars so far, for somebody else to place."""
+        bars, self.bars = self.bars, []
+        return bars
+
+    def place(self, bars: list[Bar], start: int) -> int:
+        """Enter the bars of a cluster that had its own clock as if it had started at `start`; the time of its end."""
+        self.bars += [replace(bar, start=bar.start + start, end=bar.end + start) for bar in bars]
+        return max((bar.end for bar in bars), default=0) + start
 
     def rows(self) -> list[tuple[str, str]]:
         """Rows in the order they are shown: by CTA, warps first."""
