@@ -78,7 +78,9 @@ def compare(arch: str, checks: str, options: argparse.Namespace) -> None:
                     print(f"{launch.kernel[:60]}: in {launch.processes} processes: {launch.obstacle}")
     one, several = (statistics.median(row) for row in times.values())
     pairs = statistics.median(a / b for a, b in zip(*times.values()))
-    print(f"{arch:10} {checks:7} {one:8.2f} s in one process, {several:8.2f} s in {options.processes}: {pairs:.2f} times")
+    print(
+        f"{arch:10} {checks:7} {one:8.2f} s in one process, {several:8.2f} s in {options.processes}: {pairs:.2f} times"
+    )
 
 
 def main(arguments: list[str]) -> None:

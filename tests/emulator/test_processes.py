@@ -268,7 +268,7 @@ def test_a_killed_process_is_an_error_and_nothing_is_written(monkeypatch):
     monkeypatch.setattr(parallel, "_run_cluster", dying)
     out, gpu = words(), machine(processes=2)
     gpu.launch(request(SQUARES, out, grid=GRID))
-    with pytest.raises(ProcessError, match=r"ran a part of k was killed \(SIGKILL\); nothing of this launch"):
+    with pytest.raises(ProcessError, match=r"a process was killed \(SIGKILL\); nothing of this launch"):
         gpu.synchronize()
     assert not out.any()
     monkeypatch.undo()

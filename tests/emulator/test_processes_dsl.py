@@ -55,8 +55,9 @@ def test_independent_kernels_leave_the_same(name, arch):
     ],
 )
 def test_dependent_kernels_run_in_one(name, arch, text):
-    with emulator.gpu(arch, processes=2) as gpu:
-        BY_NAME[name].run()
+    case = BY_NAME[name]
+    with emulator.gpu(arch, processes=2, num_sms=case.num_sms) as gpu:
+        case.run()
     assert all(text in launch.obstacle for launch in gpu.report().launches), str(gpu.report())
 
 

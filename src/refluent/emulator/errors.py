@@ -24,4 +24,5 @@ class FindingsError(EmulatorError):
 
 
 class ProcessError(EmulatorError):
-    """A process that ran a part of a launch was ended from outside. Nothing of that launch has been written."""
+    """A process that was to run a part of a launch was killed, or could not be made. Nothing of that launch has been
+    written."""

@@ -96,7 +96,7 @@ def _results(running: dict[int, int]) -> Iterator[Any]:
 
 def _how(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
-    return f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with status {code}"
+    return f"a process was killed ({signal.Signals(-code).name})" if code < 0 else f"a process ended with status {code}"
 
 
 def shared_ranges() -> list[tuple[int, int]]:

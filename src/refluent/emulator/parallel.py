@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 DEPENDENT = "its CTAs depend on each other through global memory"
 _IDLE_LIMIT = 64  # rounds of nothing but polling in which a cluster alone is given up
-_SHARES = 4096  # into how many parts clusters are dealt at most: they fit into a pipe
+_SHARES = 1000  # into how many parts clusters are dealt at most: they have to fit into a page-sized pipe
 
 
 @dataclass
@@ -151,9 +151,9 @@ def _gather(machine: Machine, launch: Launch, processes: int) -> list[Part] | No
                 if part is None:
                     return None
                 parts.append(part)
-    except forks.Died as death:
+    except (forks.Died, OSError) as error:
         raise ProcessError(
-            f"a process that ran a part of {launch.name} {death}; nothing of this launch has been written "
+            f"{launch.name} in {processes} processes: {error}; nothing of this launch has been written "
             "(processes=1 runs it in one)"
         ) from None
     finally:
