@@ -153,8 +153,21 @@ def test_a_later_launch_that_does_not_wait_races_with_what_processes_did(first, 
         gpu.synchronize()
         gpu.launch(request(ptx, target, grid=GRID, programmatic=True))
         gpu.synchronize()
-        assert [launch.processes for launch in gpu.report.launches] == [2, 1]
+        assert [launch.processes for launch in gpu.report.launches] == [2, 2]
         assert any(text in str(f) and "earlier launch" in str(f) for f in gpu.report.findings) is found
+
+
+def test_launches_that_may_overlap_run_in_one_process():
+    target, gpu = words(), machine(processes=2, schedule="early")
+    first = kernel("griddepcontrol.launch_dependents; st.global.b32 [mine], 5;")
+    second = kernel("griddepcontrol.wait; ld.global.b32 %r1, [mine]; add.s32 %r1, %r1, 1; st.global.b32 [mine], %r1;")
+    gpu.launch(request(first, target, grid=GRID))
+    gpu.launch(request(second, target, grid=GRID, programmatic=True))
+    gpu.synchronize()
+    assert [launch.processes for launch in gpu.report.launches] == [1, 1]
+    assert ["overlap" in launch.obstacle for launch in gpu.report.launches] == [True, True]
+    assert (target == 6).all()
+    assert not gpu.report.findings
 
 
 def test_the_timeline_has_every_cta_in_a_place_of_its_own():

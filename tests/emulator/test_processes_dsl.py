@@ -51,7 +51,7 @@ def test_independent_kernels_leave_the_same(name, arch):
         ("persistent", "sm_90a", "depend on each other"),
         ("bulk_reduce_in_turns", "sm_90a", "depend on each other"),
         ("cancelling", "sm_100a", "cancel each other's launches"),
-        ("dependent", "sm_90a", "programmatic"),
+        ("dependent", "sm_90a", "overlap"),
     ],
 )
 def test_dependent_kernels_run_in_one(name, arch, text):

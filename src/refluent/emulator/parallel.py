@@ -86,9 +86,10 @@ def run(machine: Machine) -> bool:
 
 def _obstacle(machine: Machine, launch: Launch) -> str:
     """Why this launch is not even tried."""
-    follower = machine.launches[1] if len(machine.launches) > 1 else None
-    if launch.request.programmatic or (follower is not None and follower.request.programmatic):
-        return "a programmatic launch, or the one before it"
+    if any(other.after is launch for other in machine.launches):
+        return "a programmatic launch may overlap it"
+    if len(launch.waiting) < launch.total_clusters:
+        return "it overlaps the launch before it"
     if any(instr.opcode == "clusterlaunchcontrol" for instr in launch.kernel.instructions):
         return "its CTAs cancel each other's launches"
     if launch.request.cooperative:
@@ -170,9 +171,10 @@ def _merge(machine: Machine, launch: Launch, parts: list[Part]) -> None:
             touched.apply(blocks[touched.base], first_actor)
         launch.counters += part.counters
         counts.events = [a + b for a, b in zip(counts.events, part.events)]
-        for sums, more in zip((counts.operations, counts.by_warp), part.operations):
+        totals: list[dict[Any, list[int]]] = [counts.operations, counts.by_warp]
+        for sums, more in zip(totals, part.operations):
             for key, row in more.items():
-                sums[key] = [a + b for a, b in zip(sums.get(key, (0, 0, 0)), row)]  # type: ignore[index]
+                sums[key] = [a + b for a, b in zip(sums.get(key, [0, 0, 0]), row)]
     runs = sorted((run for part in parts for run in part.runs), key=lambda run: run.position)
     for cluster in runs:
         sys.stdout.write(cluster.printed)
