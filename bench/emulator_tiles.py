@@ -13,6 +13,7 @@ process. Needs flash-attn-4 4.0.0b36 (the extra `peers`).
 from __future__ import annotations
 
 import argparse
+import resource
 import statistics
 import sys
 import time
@@ -65,22 +66,29 @@ def measure(arch: str, checks: str, blocks: int, rounds: int) -> tuple[float, fl
 
 
 def compare(arch: str, checks: str, options: argparse.Namespace) -> None:
-    """Print wall-clock seconds of the launches in one process and in several, in turns; the median of the rounds."""
-    times: dict[int, list[float]] = {1: [], options.processes: []}
+    """Print what all launches take in one process and in several, run in turns: medians of wall-clock seconds, and of
+    CPU seconds, for several processes those of this one and the mean of the others: what idle cores would take."""
+    walls: dict[int, list[float]] = {1: [], options.processes: []}
+    busy: dict[int, list[float]] = {1: [], options.processes: []}
     for _ in range(options.rounds):
-        for processes, row in times.items():
+        for processes in walls:
             with emulator.gpu(arch, checks=checks, on_finding="record", processes=processes) as chip:
-                spent = timed(chip, time.perf_counter)
+                wall, own, forks = timed(chip, time.perf_counter), timed(chip, time.process_time), timed(chip, in_forks)
                 backward(options.blocks, options.heads)
-            row.append(spent[0])
-            for launch in chip.report().launches:
-                if launch.processes != processes:
-                    print(f"{launch.kernel[:60]}: in {launch.processes} processes: {launch.obstacle}")
-    one, several = (statistics.median(row) for row in times.values())
-    pairs = statistics.median(a / b for a, b in zip(*times.values()))
-    print(
-        f"{arch:10} {checks:7} {one:8.2f} s in one process, {several:8.2f} s in {options.processes}: {pairs:.2f} times"
-    )
+            walls[processes].append(wall[0])
+            busy[processes].append(own[0] + forks[0] / processes)
+    for launch in chip.report().launches:
+        print(f"{launch.kernel[:60]}: in {launch.processes}{launch.obstacle and f': {launch.obstacle}'}")
+    for name, times in (("wall clock", walls), ("CPU", busy)):
+        one, several = (statistics.median(row) for row in times.values())
+        gain = statistics.median(a / b for a, b in zip(*times.values()))
+        print(f"{arch:10} {checks:7} {name:10} {one:6.2f} s, in {options.processes}: {several:6.2f} s: {gain:.2f} times")
+
+
+def in_forks() -> float:
+    """CPU seconds of the processes that this one has waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def main(arguments: list[str]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import njit
 
-from refluent.emulator.check.shadow import READ_SLOTS, READS, SLOT
+from refluent.emulator.check.shadow import READ_SLOTS, READS, SLOT, WRITE, WRITTEN
 from refluent.emulator.native import load32, load64, store8, store32, store64
 
 if TYPE_CHECKING:
@@ -50,55 +50,104 @@ def note(header: int, index: int, offset: int, nbytes: int, write: bool) -> None
             store32(at + 4, cluster if reader == 0 else MANY)
 
 
-@njit(cache=True)
+# With their types, so that they are compiled before processes fork.
+@njit("void(int64, int64, int64, int64[::1], int64, boolean)", cache=True)
 def _note_spans(header: int, index: int, base: int, starts: np.ndarray, nbytes: int, write: bool) -> None:
     for i in range(len(starts)):
         note(header, index, starts[i] - base, nbytes, write)
 
 
-@njit(cache=True)
-def _merge_reads(shadow: int, granules: np.ndarray, records: int, first_actor: int) -> None:
-    """Enter the reads by actors from `first_actor` on, those of the launch, into a shadow that lacks them."""
+@njit("int64(uint32[:, ::1], uint8[::1], uint32[::1], boolean[::1])", cache=True)
+def _collect(granules: np.ndarray, chunks: np.ndarray, which: np.ndarray, written: np.ndarray) -> int:
+    """Enter the granules of the marked chunks that were touched, and whether they were written; how many."""
+    count = 0
+    for chunk in range(len(chunks)):
+        if chunks[chunk]:
+            for granule in range(chunk << _CHUNK_BITS, min((chunk + 1) << _CHUNK_BITS, len(granules))):
+                if granules[granule, 0] or granules[granule, 1]:
+                    which[count] = granule
+                    written[count] = granules[granule, 0] != 0
+                    count += 1
+    return count
+
+
+@njit("void(uint8[::1], uint32[::1], uint8[:, ::1], boolean)", cache=True)
+def _copy(data: np.ndarray, granules: np.ndarray, values: np.ndarray, store: bool) -> None:
+    """Copy granules between a block and `values`; the last one of a block may have one byte."""
     for i in range(len(granules)):
-        record = shadow + RECORD * granules[i]
-        for j in range(READ_SLOTS):
-            source = records + RECORD * i + READS + SLOT * j
-            actor = load32(source)
-            if actor < first_actor:
-                continue
-            slot = actor & (READ_SLOTS - 1)
-            for k in range(READ_SLOTS):
-                if load32(record + READS + SLOT * k) < first_actor:
-                    slot = k
-                    break
-            target = record + READS + SLOT * slot
-            store64(target, load64(source))
-            store32(target + 8, load32(source + 8))
+        for byte in range(GRANULE):
+            at = GRANULE * np.int64(granules[i]) + byte
+            if at < len(data):
+                if store:
+                    data[at] = values[i, byte]
+                else:
+                    values[i, byte] = data[at]
+
+
+@njit("void(int64, uint32[::1], uint32[:, ::1], boolean)", cache=True)
+def _copy_writes(shadow: int, granules: np.ndarray, writes: np.ndarray, store: bool) -> None:
+    """Copy the last write of granules (three words, and which bytes are written) between their shadow and `writes`."""
+    for i in range(len(granules)):
+        record = shadow + RECORD * np.int64(granules[i])
+        for word in range(4):
+            at = record + (WRITTEN if word == 3 else WRITE + 4 * word)
+            if store:
+                store32(at, writes[i, word])
+            else:
+                writes[i, word] = load32(at)
+        if store:
+            for slot in range(READ_SLOTS):  # whoever is ordered after the write is ordered after these
+                store32(record + READS + SLOT * slot, 0)
+
+
+@njit("int64(int64, uint32[::1], uint32[:, ::1], int64)", cache=True)
+def _collect_reads(shadow: int, granules: np.ndarray, reads: np.ndarray, first_actor: int) -> int:
+    """Enter the reads by actors from `first_actor` on, those of the launch: granule and three words. How many."""
+    count = 0
+    for i in range(len(granules)):
+        for slot in range(READ_SLOTS):
+            source = shadow + RECORD * np.int64(granules[i]) + READS + SLOT * slot
+            if load32(source) >= first_actor:
+                reads[count, 0] = granules[i]
+                for word in range(3):
+                    reads[count, 1 + word] = load32(source + 4 * word)
+                count += 1
+    return count
+
+
+@njit("void(int64, uint32[:, ::1], int64)", cache=True)
+def _merge_reads(shadow: int, reads: np.ndarray, first_actor: int) -> None:
+    """Enter such reads into a shadow that lacks them; earlier launches' give way."""
+    for i in range(len(reads)):
+        slots = shadow + RECORD * np.int64(reads[i, 0]) + READS
+        target = np.int64(reads[i, 1]) & (READ_SLOTS - 1)
+        for slot in range(READ_SLOTS):
+            if load32(slots + SLOT * slot) < first_actor:
+                target = slot
+                break
+        for word in range(3):
+            store32(slots + SLOT * target + 4 * word, reads[i, 1 + word])
 
 
 @dataclass
 class Touched:
-    """What a process leaves in one block: granules, which of them it wrote, their bytes, and the checks' records."""
+    """What a process leaves in one block."""
 
     base: int
-    granules: np.ndarray
-    written: np.ndarray  # bool, beside granules
-    data: np.ndarray  # (written granules, 2) uint8
-    records: np.ndarray | None  # (granules, 64) uint8
+    granules: np.ndarray  # (n,) uint32
+    written: np.ndarray  # (n,) bool: which of them it wrote
+    data: np.ndarray  # (written, 2) uint8: what they hold
+    writes: np.ndarray  # the checks' records of these, and of the reads of others
+    reads: np.ndarray
 
     def apply(self, block: Block, first_actor: int) -> None:
         """Enter it into the block."""
         wrote = self.granules[self.written]
-        at = wrote * GRANULE
-        block.data[at] = self.data[:, 0]
-        whole = at + 1 < block.nbytes
-        block.data[at[whole] + 1] = self.data[whole, 1]
-        if block.shadow is None or self.records is None:
-            return
-        shadow = block.shadow.reshape(-1, RECORD)
-        shadow[wrote] = self.records[self.written]
-        reads = np.ascontiguousarray(self.records[~self.written])
-        _merge_reads(block.shadow.ctypes.data, self.granules[~self.written], reads.ctypes.data, first_actor)
+        _copy(block.data, wrote, self.data, True)
+        if block.shadow is not None:
+            shadow = block.shadow.ctypes.data
+            _copy_writes(shadow, wrote, self.writes, True)
+            _merge_reads(shadow, self.reads, first_actor)
 
 
 class Footprint:
@@ -132,23 +181,29 @@ class Footprint:
         """The cluster accesses `nbytes` at every start, all inside the block."""
         _note_spans(self.address, self._index[block.base], block.base, starts, nbytes, write)
 
-    def touched(self) -> list[Touched]:
-        """Everything that was accessed, block by block."""
+    def touched(self, first_actor: int) -> list[Touched]:
+        """Everything that was accessed, block by block; `first_actor`: of the launch."""
         parts = []
         for index, (granules, chunks) in self._maps.items():
-            block = self._blocks[index]
-            in_chunk = np.arange(1 << _CHUNK_BITS)
-            which = ((np.flatnonzero(chunks) << _CHUNK_BITS)[:, None] + in_chunk).ravel()
-            which = which[which < len(granules)]
-            users = granules[which]
-            used = users.any(1)
-            which, written = which[used], users[used, 0] != 0
-            at = which[written] * GRANULE
-            data = np.stack([block.data[at], block.data[np.minimum(at + 1, block.nbytes - 1)]], 1)
-            records = None if block.shadow is None else block.shadow.reshape(-1, RECORD)[which]
-            if len(which):
-                parts.append(Touched(block.base, which, written, data, records))
+            room = np.count_nonzero(chunks) << _CHUNK_BITS
+            which, written = np.empty(room, np.uint32), np.empty(room, np.bool_)
+            count = _collect(granules, chunks, which, written)
+            if count:
+                parts.append(_touched(self._blocks[index], which[:count], written[:count], first_actor))
         return parts
+
+
+def _touched(block: Block, granules: np.ndarray, written: np.ndarray, first_actor: int) -> Touched:
+    wrote, only_read = granules[written], granules[~written]
+    data, writes = np.zeros((len(wrote), GRANULE), np.uint8), np.zeros((len(wrote), 4), np.uint32)
+    reads = np.empty((0, 4), np.uint32)
+    _copy(block.data, wrote, data, False)
+    if block.shadow is not None:
+        shadow = block.shadow.ctypes.data
+        _copy_writes(shadow, wrote, writes, False)
+        reads = np.empty((READ_SLOTS * len(only_read), 4), np.uint32)
+        reads = reads[: _collect_reads(shadow, only_read, reads, first_actor)]
+    return Touched(block.base, granules, written, data, writes, reads)
 
 
 def independent(parts: list[list[Touched]], blocks: dict[int, Block]) -> bool:

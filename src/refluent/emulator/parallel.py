@@ -103,6 +103,11 @@ def _obstacle(machine: Machine, launch: Launch) -> str:
     return ""
 
 
+def _first_actor(machine: Machine, launch: Launch) -> int:
+    """Where the names begin that the checks give to whoever acts in a launch."""
+    return launch.clocks.base if machine.check.enabled else 0
+
+
 # In each process
 
 
@@ -121,8 +126,8 @@ def _work(machine: Machine, launch: Launch, shares: int, size: int) -> Part | No
             runs.append(_run_cluster(machine, launch, position, order[position]))
             if footprint.conflicts:
                 return None
-    counts = launch.counts
-    return Part(runs, launch.counters, counts.events, [counts.operations, counts.by_warp], footprint.touched())
+    counts, touched = launch.counts, footprint.touched(_first_actor(machine, launch))
+    return Part(runs, launch.counters, counts.events, [counts.operations, counts.by_warp], touched)
 
 
 def _run_cluster(machine: Machine, launch: Launch, position: int, index: int) -> ClusterRun:
@@ -164,7 +169,7 @@ def _gather(machine: Machine, launch: Launch, processes: int) -> list[Part] | No
 
 def _merge(machine: Machine, launch: Launch, parts: list[Part]) -> None:
     blocks = {block.base: block for block in machine.memory.blocks}
-    first_actor = launch.clocks.base if machine.check.enabled else 0
+    first_actor = _first_actor(machine, launch)
     counts = launch.counts
     for part in parts:
         for touched in part.touched:
