@@ -82,7 +82,7 @@ def compare(arch: str, checks: str, options: argparse.Namespace) -> None:
     for name, times in (("wall clock", walls), ("CPU", busy)):
         one, several = (statistics.median(row) for row in times.values())
         gain = statistics.median(a / b for a, b in zip(*times.values()))
-        print(f"{arch:10} {checks:7} {name:10} {one:6.2f} s, in {options.processes}: {several:6.2f} s: {gain:.2f} times")
+        print(f"{arch:10} {checks:7} {name:10} {one:6.2f} s, in {options.processes} {several:6.2f} s: {gain:.2f} times")
 
 
 def in_forks() -> float:
