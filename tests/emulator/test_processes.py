@@ -223,6 +223,47 @@ def test_a_race_between_ctas_is_named():
     assert "race" in {kind for kind, _ in found[0]}
 
 
+# Each CTA has written a row of 256 bytes; %d9 is its own, or a neighbour's.
+WAYS = {
+    "ld": "ld.global.b32 %r2, [%d9];",
+    "generic ld": "ld.b32 %r2, [%d9+64];",
+    "relaxed ld": "ld.relaxed.gpu.global.b32 %r2, [%d9];",
+    "st": "st.global.b32 [%d9+4], tid;",
+    "st.release": "st.release.gpu.global.b32 [%d9], tid;",
+    "red": "red.global.add.u32 [%d9], 1;",
+    "cp.async": "cp.async.ca.shared.global [smem], [%d9], 4; cp.async.wait_all;",
+    "short cp.async": "cp.async.ca.shared.global [smem], [%d9], 16, 8; cp.async.wait_all;",
+    "bulk load": """
+        mbarrier.init.shared.b64 [smem], 1;
+        mbarrier.arrive.expect_tx.shared.b64 _, [smem], 128;
+        cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [smem+128], [%d9], 128, [smem];
+    WAIT:
+        mbarrier.try_wait.parity.shared.b64 %p2, [smem], 0;
+        @!%p2 bra WAIT;
+    """,
+    "bulk store": "cp.async.bulk.global.shared::cta.bulk_group [%d9], [smem], 128; cp.async.bulk.commit_group;",
+    "bulk reduce": "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%d9], [smem], 128;",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_touch_memory_counts(way):
+    body = """
+        st.global.b32 [mine], tid;
+        xor.b32 %r1, cta, {neighbour};
+        mad.wide.u32 %d9, %r1, 256, %d0;
+        setp.ne.u32 %p1, tid, 0;
+        @%p1 bra END;
+        {touch}
+    END:
+    """
+    for neighbour in (0, 1):
+        ptx = kernel(body.format(neighbour=neighbour, touch=WAYS[way]))
+        gpu, error = run(ptx, words(), processes=2, shared=512, options={"checks": "none"})
+        assert error is None
+        assert gpu.report.launches[0].processes == 2 - neighbour
+
+
 @pytest.mark.parametrize("starts", [(0, 0), (0, 1)])
 def test_only_reads_are_shared(starts):
     data = np.zeros(64, np.uint8)

@@ -13,6 +13,7 @@ import cutlass.cute as cute  # noqa: E402
 from cutlass.cute.runtime import from_dlpack  # noqa: E402
 
 from emulator.cases import CASES  # noqa: E402
+from emulator.kernels import tma  # noqa: E402
 from refluent import emulator  # noqa: E402
 
 pytestmark = pytest.mark.emulator
@@ -59,6 +60,18 @@ def test_dependent_kernels_run_in_one(name, arch, text):
     with emulator.gpu(arch, processes=2, num_sms=case.num_sms) as gpu:
         case.run()
     assert all(text in launch.obstacle for launch in gpu.report().launches), str(gpu.report())
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_boxes_count_as_touched(direction):
+    for aliased in (False, True):
+        x = torch.zeros(64, 64)
+        packed = (x if aliased else x.clone()).view(8, 512)
+        with emulator.gpu("sm_90a", checks="none", processes=2) as gpu:
+            sides = [from_dlpack(tensor, assumed_align=16) for tensor in (x, packed)]
+            copy = tma.TileCopy((16, 32), 128)
+            copy.load(*sides) if direction == "load" else copy.store(*sides[::-1])
+        assert gpu.report().launches[0].processes == 2 - aliased
 
 
 @cute.kernel
