@@ -6,6 +6,7 @@ import dataclasses
 import mmap
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -141,7 +142,8 @@ def test_what_processes_wrote_counts_as_written():
 
 
 @pytest.mark.parametrize(
-    ("first", "text"), [(SQUARES, "not ordered after the write by"), (COPY, "overwrites global memory")]
+    ("first", "text"),
+    [(SQUARES, "ordered after the write by CTA ("), (COPY, "ordered after the read by CTA (")],
 )
 def test_a_later_launch_that_does_not_wait_races_with_what_processes_did(first, text):
     target, other = words(), words()
@@ -196,6 +198,19 @@ def test_ctas_that_meet_in_global_memory_run_in_one_process(ptx, result, checks)
         assert gpu.report.launches[-1].obstacle == parallel.DEPENDENT
     assert f"in one process: {parallel.DEPENDENT}" in str(gpu.report)
     assert not gpu.report.findings
+
+
+def test_ctas_in_different_processes_are_compared(monkeypatch):
+    original = parallel._run_cluster
+
+    def slowly(*arguments):
+        time.sleep(0.2)  # so that each process gets one
+        return original(*arguments)
+
+    monkeypatch.setattr(parallel, "_run_cluster", slowly)
+    out = words()
+    gpu, _ = run(ATOMICS, out, processes=2, grid=2, options={"checks": "none"})
+    assert (gpu.report.launches[0].processes, out[0]) == (1, 2 * THREADS)
 
 
 def test_atomics_that_each_cta_keeps_to_itself_are_independent():
@@ -267,7 +282,8 @@ def test_every_way_to_touch_memory_counts(way):
 @pytest.mark.parametrize("starts", [(0, 0), (0, 1)])
 def test_only_reads_are_shared(starts):
     data = np.zeros(64, np.uint8)
-    for writes, expected in (((False, False), True), ((True, False), False), ((True, True), False)):
+    for writes in ((False, False), (True, False), (False, True), (True, True)):
+        expected = not any(writes)
         memory = GlobalMemory()
         block = memory.register(data.ctypes.data, data.nbytes)
         parts, together = [], Footprint(memory.blocks)
