@@ -8,7 +8,7 @@ run a part of a launch (parallel.py), with checks and without.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numba import njit
@@ -120,7 +120,7 @@ def _merge_reads(shadow: int, reads: np.ndarray, first_actor: int) -> None:
     """Enter such reads into a shadow that lacks them; earlier launches' give way."""
     for i in range(len(reads)):
         slots = shadow + RECORD * np.int64(reads[i, 0]) + READS
-        target = np.int64(reads[i, 1]) & (READ_SLOTS - 1)
+        target: Any = np.int64(reads[i, 1]) & (READ_SLOTS - 1)
         for slot in range(READ_SLOTS):
             if load32(slots + SLOT * slot) < first_actor:
                 target = slot
