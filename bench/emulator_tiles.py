@@ -38,13 +38,13 @@ def backward(blocks: int, heads: int = 1) -> None:
 
 
 def timed(chip: emulator.Gpu, clock: Callable[[], float]) -> list[float]:
-    """The time that the chip's launches will have taken, summed up in the one number of the list."""
-    run, spent = chip.machine.synchronize, [0.0]
+    """The time that each call of the chip will have taken for its launches."""
+    run, spent = chip.machine.synchronize, []
 
     def synchronize() -> None:
         start = clock()
         run()
-        spent[0] += clock() - start
+        spent.append(clock() - start)
 
     chip.machine.synchronize = synchronize  # type: ignore[method-assign]
     return spent
@@ -59,30 +59,30 @@ def measure(arch: str, checks: str, blocks: int, rounds: int) -> tuple[float, fl
             with emulator.gpu(arch, checks=checks, on_finding="record") as chip:
                 spent = timed(chip, time.process_time)
                 backward(count)
-            times[count] = min(times.get(count, 1e9), spent[0])
+            times[count] = min(times.get(count, 1e9), sum(spent))
             instructions[count] = sum(launch.instructions for launch in chip.report().launches)
     step = (times[1 + blocks] - times[1]) / blocks
     return step, times[1 + blocks], (instructions[1 + blocks] - instructions[1]) // blocks
 
 
 def compare(arch: str, checks: str, options: argparse.Namespace) -> None:
-    """Print what all launches take in one process and in several, run in turns: medians of wall-clock seconds, and of
+    """Print what each launch takes in one process and in several, run in turns: medians of wall-clock seconds, and of
     CPU seconds, for several processes those of this one and the mean of the others: what idle cores would take."""
-    walls: dict[int, list[float]] = {1: [], options.processes: []}
-    busy: dict[int, list[float]] = {1: [], options.processes: []}
+    walls: dict[int, list[list[float]]] = {1: [], options.processes: []}
+    busy: dict[int, list[list[float]]] = {1: [], options.processes: []}
     for _ in range(options.rounds):
         for processes in walls:
             with emulator.gpu(arch, checks=checks, on_finding="record", processes=processes) as chip:
                 wall, own, forks = timed(chip, time.perf_counter), timed(chip, time.process_time), timed(chip, in_forks)
                 backward(options.blocks, options.heads)
-            walls[processes].append(wall[0])
-            busy[processes].append(own[0] + forks[0] / processes)
-    for launch in chip.report().launches:
-        print(f"{launch.kernel[:60]}: in {launch.processes}{launch.obstacle and f': {launch.obstacle}'}")
-    for name, times in (("wall clock", walls), ("CPU", busy)):
-        one, several = (statistics.median(row) for row in times.values())
-        gain = statistics.median(a / b for a, b in zip(*times.values()))
-        print(f"{arch:10} {checks:7} {name:10} {one:6.2f} s, in {options.processes} {several:6.2f} s: {gain:.2f} times")
+            walls[processes].append(wall)
+            busy[processes].append([a + b / processes for a, b in zip(own, forks)])
+    for number, launch in enumerate(chip.report().launches):
+        print(f"{arch} {checks}: {launch.kernel[:60]}, {launch.grid} CTAs, in {launch.processes} {launch.obstacle}")
+        for name, times in (("wall clock", walls), ("CPU", busy)):
+            one, several = ([calls[number] for calls in row] for row in times.values())
+            gain = statistics.median(a / b for a, b in zip(one, several))
+            print(f"  {name:10} {statistics.median(one):6.2f} s, {statistics.median(several):6.2f} s: {gain:.2f} times")
 
 
 def in_forks() -> float:
