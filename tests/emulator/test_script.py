@@ -88,6 +88,7 @@ def test_wrong_usage(tmp_path, capsys):
     assert "no such file" in capsys.readouterr().err
     assert run(tmp_path, options=("--checks", "everything")) == 2
     assert run(tmp_path, options=("--num-sms", "0")) == 2
+    assert run(tmp_path, options=("--processes", "0")) == 2
     with pytest.raises(SystemExit):
         run(tmp_path, options=("--arch", "sm_80"))
 

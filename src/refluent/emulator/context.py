@@ -38,6 +38,7 @@ def gpu(
     accumulator: str = "fp32",
     approx: str = "exact",
     cta_order: str = "linear",
+    processes: int = 1,
 ) -> Gpu:
     """An emulated GPU, as a context manager.
 
@@ -56,10 +57,11 @@ def gpu(
     "truncate", the published model of the chips (arXiv 2512.07004, 2511.10909). approx: what the hardware approximates
     (ex2, rcp, tanh, ...) is "exact", or "perturbed" within the PTX manual's bound, by seed. cta_order: in which order
     CTAs get a place on the chip: "linear", as chips do, or "random" or "reverse", which the programming model allows as
-    well; a kernel whose CTAs wait for earlier ones needs them all resident then (num_sms).
+    well; a kernel whose CTAs wait for earlier ones needs them all resident then (num_sms). processes: how many share
+    the clusters of a launch; one whose clusters turn out to depend on each other runs in one, as the report says.
 
     Raises DriverError (unknown DSL version, bad argument, context inside a context) and, from calls inside, what the
-    machine raises: faults, deadlocks, unsupported PTX.
+    machine raises: faults, deadlocks, unsupported PTX; ProcessError if one of several processes is killed.
     """
     from refluent.emulator.machine import Machine  # brings numba and LLVM
 
@@ -75,6 +77,7 @@ def gpu(
         accumulator=accumulator,
         approx=approx,
         cta_order=cta_order,
+        processes=processes,
     )
     return Gpu(chip, machine, on_finding=on_finding, line_info=line_info)
 

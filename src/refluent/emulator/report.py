@@ -114,6 +114,8 @@ class LaunchReport:
     shared_bytes: int
     roles: list[Role]
     operations: dict[str, tuple[int, int, int]]
+    processes: int = 1  # that it ran in
+    obstacle: str = ""  # why it ran in one process where several were asked for
 
     @property
     def instructions(self) -> int:
@@ -131,7 +133,11 @@ class LaunchReport:
         shape = f"grid {self.grid}, block {self.block}"
         if self.cluster != (1, 1, 1):
             shape += f", cluster {self.cluster}"
+        if self.processes > 1:
+            shape += f", in {self.processes} processes"
         lines = [f"{self.kernel}: {shape}, {self.shared_bytes} bytes of dynamic shared memory"]
+        if self.obstacle:
+            lines.append(f"  in one process: {self.obstacle}")
         for role in self.roles:
             registers = f", {role.registers} registers" if role.registers is not None else ""
             head = f"warps {ranges(role.warps)}{registers}"
@@ -191,6 +197,8 @@ class Report:
                 launch.request.shared_bytes,
                 _roles(launch),
                 operations,
+                max(launch.processes, 1),
+                launch.obstacle,
             )
         )
 

@@ -48,6 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--approx", choices=("exact", "perturbed"), default="exact", help="approximated functions (default: exact)"
     )
     parser.add_argument("--cta-order", choices=CTA_ORDERS, default="linear", help="order in which CTAs start")
+    parser.add_argument("--processes", type=int, default=1, help="that share the CTAs of a launch (default: 1)")
     parser.add_argument("--strict", action="store_true", help="hold kernels to the letter of the PTX manual")
 
 
@@ -62,6 +63,7 @@ def chip_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "accumulator": arguments.accumulator,
         "approx": arguments.approx,
         "cta_order": arguments.cta_order,
+        "processes": arguments.processes,
         "on_finding": "record",
     }
 

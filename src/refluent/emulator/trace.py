@@ -98,6 +98,16 @@ class Trace:
         """Time from the first start to the last end."""
         return max(bar.end for bar in self.bars) - min(bar.start for bar in self.bars)
 
+    def take(self) -> list[Bar]:
+        """The bars so far, for somebody else to place."""
+        bars, self.bars = self.bars, []
+        return bars
+
+    def place(self, bars: list[Bar], start: int) -> int:
+        """Enter the bars of a cluster that had its own clock as if it had started at `start`; the time of its end."""
+        self.bars += [replace(bar, start=bar.start + start, end=bar.end + start) for bar in bars]
+        return max((bar.end for bar in bars), default=0) + start
+
     def rows(self) -> list[tuple[str, str]]:
         """Rows in the order they are shown: by CTA, warps first."""
         known = {bar.row for bar in self.bars}
