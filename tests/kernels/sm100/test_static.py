@@ -33,6 +33,7 @@ FEATURES = {
     "packed": {"packed_q": True, "packed_k": True, "used_q": True, "used_k": True, "sink": "float32", "dlse": True},
     "softcap": {"softcap": True},
     "dropout": {"dropout": True},
+    "cluster": {"cluster": 2},
     "all": {
         "group": 4, "has_left": True, "has_right": True, "packed_q": True, "packed_k": True, "softcap": True,
         "dropout": True, "deterministic": True, "dlse": True, "sink": "bfloat16",
