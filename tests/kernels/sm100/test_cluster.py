@@ -44,7 +44,9 @@ CASES = {
     "left side": lambda: call((300,), (520,), d=32, dv=96, window=(100, None)),
     "packed, grouped": lambda: call((130, 0, 290, 7), (260, 40, 0, 300), 4, 2, 32, packed=True, causal=True),
     "shortened, persistent": lambda: call((140, 0, 33), (270, 140, 0), ctas=3, window=(None, 60)),
-    "in turns, grouped": lambda: call((200,), (390,), 2, 1, deterministic=True, dropout_p=0.2, dropout_seed=3),
+    "in turns, grouped": lambda: call(
+        (200,), (390,), 2, 1, deterministic=True, dropout_p=0.2, dropout_seed=3, dropout_offset=1
+    ),
     "192 and 128": lambda: call((150,), (300,), d=192, dv=128, causal=True),
     "256, grouped": lambda: call((100,), (150,), 2, 1, 256, 256, FP16, softcap=3.0),
 }

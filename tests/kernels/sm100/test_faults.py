@@ -235,7 +235,7 @@ FAULTS = [
         STORAGE,
         " * (cluster if name in SHARED_RINGS else 1)",
         "",
-        RACE,
+        RACE + STUCK,
         "cluster",
     ),
     Fault(
