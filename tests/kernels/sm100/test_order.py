@@ -22,7 +22,7 @@ from cutlass.cute.runtime import from_dlpack
 
 from refluent.gpu.device.seqlen import Side, workspace_blocks
 from refluent.gpu.device.visible import Window
-from refluent.gpu.device.work import Call
+from refluent.gpu.device.work import Call, Order
 
 HEADS, GROUP = 3, 3
 FACTS = 9  # columns before the ranks, see Tabulate
@@ -53,7 +53,9 @@ class Tabulate:
         queries, keys = Side(None, used_q, longest_q, longest_q), Side(None, used_k, longest_k, longest_k)
         window = Window(left, right, self.has_left, self.has_right)
         heads, scale = cutlass.Int32(HEADS), cutlass.Float32(1)
-        call = Call(queries, keys, window, heads, batch, scale, GROUP, self.tile_m, self.tile_n, self.cluster, bundle)
+        m, n = self.tile_m, self.tile_n
+        order = Order.make(keys, batch, heads, n * self.cluster, bundle)
+        call = Call(queries, keys, window, heads, batch, scale, GROUP, m, n, self.cluster, order)
         for index in cutlass.range(call.tiles()):
             tile = call.tile(index)
             row = tiles[index, None]

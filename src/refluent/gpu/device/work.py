@@ -22,6 +22,24 @@ from refluent.gpu.device.visible import Window
 L2_BYTES = 48 << 20  # for what a bundle of heads reads and adds to: of 126 MB, two halves that may hold the same lines
 
 
+@dataclass(frozen=True)
+class Order:
+    """In which tiles are numbered: a bundle's heads take turns. Counted once, on the host.
+
+    clusters: of all heads; bundle: heads of a bundle, but for the last; bundle_clusters: theirs.
+    """
+
+    clusters: cutlass.Int32
+    bundle: cutlass.Int32
+    bundle_clusters: cutlass.Int32
+
+    @staticmethod
+    def make(keys: Side, batch, heads, span_n: int, bundle) -> Order:
+        """span_n: keys of a cluster."""
+        spans = workspace_blocks(batch, keys.seqlen, keys.tokens, span_n, keys.cu_seqlens is not None)
+        return Order(spans * heads, bundle, spans * bundle)
+
+
 @cute.jit
 def heads_of_bundle(heads: cutlass.Int32, rows: cutlass.Int32, row_bytes: cutlass.Constexpr) -> cutlass.Int32:
     """How many heads take turns; `rows` of a sequence, `row_bytes` of Q, dO and the accumulator of dQ in each."""
@@ -32,7 +50,7 @@ def heads_of_bundle(heads: cutlass.Int32, rows: cutlass.Int32, row_bytes: cutlas
 @dataclass(frozen=True)
 class Call:
     """What every role knows of the call; tile sizes, `group` (query heads a key head) and `cluster` (its CTAs) are
-    compile-time. `bundle`: heads whose tiles take turns."""
+    compile-time."""
 
     queries: Side
     keys: Side
@@ -44,7 +62,7 @@ class Call:
     tile_m: cutlass.Constexpr
     tile_n: cutlass.Constexpr
     cluster: cutlass.Constexpr
-    bundle: cutlass.Int32
+    order: Order
 
     @property
     def last_key_block_first(self) -> bool:
@@ -55,21 +73,17 @@ class Call:
         """Keys of a cluster."""
         return self.cluster * self.tile_n
 
-    def spans(self):
-        """Of a head, of all sequences."""
-        keys = self.keys
-        return workspace_blocks(self.batch, keys.seqlen, keys.tokens, self.span_n, keys.cu_seqlens is not None)
-
     def tiles(self):
         """Tiles, and CTAs of a grid that has one for each: a multiple of the cluster's."""
-        return self.spans() * self.heads * self.cluster
+        return self.order.clusters * self.cluster
 
     @cute.jit
     def place(self, index):
         """(head, span of all sequences) of a cluster."""
-        spans = self.spans()
-        first = index // (spans * self.bundle) * self.bundle
-        within, width = index - first * spans, cutlass.min(self.bundle, self.heads - first)
+        order = self.order
+        number = index // order.bundle_clusters
+        within, first = index - number * order.bundle_clusters, number * order.bundle
+        width = cutlass.min(order.bundle, self.heads - first)
         return first + within % width, within // width
 
     @cute.jit

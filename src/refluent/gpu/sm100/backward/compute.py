@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 
 from refluent.gpu.device.copies import held, held_column, held_row, load_columns, store_columns
-from refluent.gpu.device.numerics import exp2, fma2, mul2, sub2, tanh
+from refluent.gpu.device.numerics import exp2, fma2, mul2, opaque, sub2, tanh
 from refluent.gpu.device.philox import kept_queries
 from refluent.gpu.device.pipeline import arrive
 from refluent.gpu.device.work import Tile
@@ -68,6 +68,7 @@ def compute(ctx: Context):
         for m_block in cutlass.range(tile.m_begin, tile.m_end):
             compute_step(ctx, tile, m_block, share, step)
             step += 1
+        tile = ctx.call.tile(opaque(index))  # not held in registers through the steps
         if tile.steps > 0:
             ctx.barriers.dkv.wait_full(tiles)
         if tile.exists:

@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from refluent.gpu.device.copies import sequence_view
 from refluent.gpu.device.seqlen import Side
 from refluent.gpu.device.visible import Window
-from refluent.gpu.device.work import Call, heads_of_bundle
+from refluent.gpu.device.work import Call, Order, heads_of_bundle
 from refluent.gpu.plans.sm100 import REGISTERS, THREADS
 from refluent.gpu.sm100.backward import context
 from refluent.gpu.sm100.backward.compute import compute
@@ -75,7 +75,8 @@ class Backward:
         heads = q.shape[1 if packed_q else 2]
         window = Window(left, right, self.has_left, self.has_right)
         bundle = heads_of_bundle(heads, seqlen_q, plan.query_bytes)
-        call = Call(queries, keys, window, heads, batch, scale, self.group, plan.tile_m, plan.tile_n, cluster, bundle)
+        order = Order.make(keys, batch, heads, plan.tile_n * cluster, bundle)
+        call = Call(queries, keys, window, heads, batch, scale, self.group, plan.tile_m, plan.tile_n, cluster, order)
         products = Products.make(dtype, plan)
         layouts = Layouts.make(products, dtype, plan)
         q_view = sequence_view(q, seqlen_q, queries.ragged, packed_q)

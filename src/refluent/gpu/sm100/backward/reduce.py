@@ -57,8 +57,7 @@ def reduce_step(
     cute.arch.fence_view_async_tmem_load()
     arrive(bars.dq.empty_at(step))
     if cutlass.const_expr(ctx.static.cluster == 1):
-        add_chunks(ctx, tile, m_block, block, values, adds)
-        adds += 1
+        add_chunks(ctx, tile, m_block, block, values, step)
     else:
         if tile.adds(m_block):
             add_chunks(ctx, tile, m_block, block, values, adds)
