@@ -47,7 +47,7 @@ class Share:
     def make(plan) -> Share:
         index = cute.arch.thread_idx()[0] - 32 * COMPUTE_WARP
         group = cute.arch.make_warp_uniform(index // 128)
-        thread = index % 128
+        thread = opaque(index) % 128
         half = plan.tile_m // 2
         group_first = group * half
         first = group_first + held_column(plan.s.rows, half, thread)
@@ -68,7 +68,9 @@ def compute(ctx: Context):
         for m_block in cutlass.range(tile.m_begin, tile.m_end):
             compute_step(ctx, tile, m_block, share, step)
             step += 1
-        tile = ctx.call.tile(opaque(index))  # not held in registers through the steps
+        # Both once more: through the steps they would be held in registers.
+        tile = ctx.call.tile(opaque(index))
+        share = Share.make(ctx.plan)
         if tile.steps > 0:
             ctx.barriers.dkv.wait_full(tiles)
         if tile.exists:
