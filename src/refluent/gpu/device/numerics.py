@@ -33,5 +33,5 @@ def tanh(x: cutlass.Float32) -> cutlass.Float32:
 
 @cute.jit
 def opaque(value: cutlass.Int32) -> cutlass.Int32:
-    """The value, which the compiler takes for a new one: what is made of it is worked out here, not kept from before."""
+    """The value, which the compiler takes for a new one: what is made of it is worked out here, not kept."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[cutlass.Int32], read_only_args=[value])
