@@ -282,11 +282,11 @@ def _plan(arguments: argparse.Namespace) -> int:
         if value % 8 or value > MAX_HEAD_DIM:
             raise UsageError(f"{name}: got {value}; allowed: a multiple of 8 up to {MAX_HEAD_DIM}")
     try:
-        _, right = check_window(tuple(arguments.window))
+        left, right = check_window(tuple(arguments.window))
     except ValueError as error:
         raise UsageError(f"--{error}") from error
     plan = backward_plan(head_dim, head_dim_v)
-    print(draw(plan, head_dim, head_dim_v, arguments.causal or right is not None))
+    print(draw(plan, head_dim, head_dim_v, left is not None, arguments.causal or right is not None))
     return 0
 
 

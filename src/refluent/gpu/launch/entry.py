@@ -24,7 +24,14 @@ class BackwardEntry:
         self.plan = plan = variant.plan
         self.delta = Delta(plan.tile_m, plan.head_dim_v)
         self.main = Backward(
-            Static(fakes.TYPES[variant.dtype], plan, variant.softcap, variant.dropout, variant.deterministic),
+            Static(
+                fakes.TYPES[variant.dtype],
+                plan,
+                variant.softcap,
+                variant.dropout,
+                variant.deterministic,
+                variant.cluster,
+            ),
             variant.group,
             variant.has_left,
             variant.has_right,
