@@ -47,22 +47,32 @@ LEFT = ("exit", "mbarrier")
 RACE, PROXY, STUCK, EMPTY, ORDER = ("race",), ("proxy",), ("deadlock", "livelock"), ("uninitialised",), ("order",)
 
 FAULTS = [
-    Fault("P stored before S is read", COMPUTE, f"{BARRIER}  # S has been read: P may go over it\n", "", RACE),
-    Fault("dS stored before dP is read", COMPUTE, f"{BARRIER}  # dP has been read: dS may go over it\n", "", RACE),
+    Fault(
+        "P stored before S is read",
+        COMPUTE,
+        "    cute.arch.fence_view_async_tmem_load()\n    lse =",
+        "    lse =",
+        RACE,
+    ),
+    Fault(
+        "P stored over the other warpgroup's S",
+        COMPUTE,
+        "start = column + share.group_first + first // 2",
+        "start = column + (share.group_first + first) // 2",
+        RACE,
+    ),
     Fault(
         "P announced before it is stored",
         COMPUTE,
-        "    if cutlass.const_expr(plan.transposed_kv):\n        store_shared(ctx.shared.ds[None, None, None, P]",
-        "    arrive(bars.s.empty_at(step))\n"
-        "    if cutlass.const_expr(plan.transposed_kv):\n        store_shared(ctx.shared.ds[None, None, None, P]",
+        "    for c in cutlass.range_constexpr(0, share.columns, share.part):  # part",
+        "    arrive(bars.s.empty_at(step))\n    for c in cutlass.range_constexpr(0, share.columns, share.part):  # part",
         RACE,
     ),
     Fault(
         "no wait for P in tensor memory",
         COMPUTE,
-        "        store_tensor(ctx.tmem, plan.s.column, packed, share)\n"
-        "        cute.arch.fence_view_async_tmem_store()\n",
-        "        store_tensor(ctx.tmem, plan.s.column, packed, share)\n",
+        "    else:\n        cute.arch.fence_view_async_tmem_store()\n    arrive(bars.s.empty_at(step))",
+        "    arrive(bars.s.empty_at(step))",
         RACE,
     ),
     Fault(

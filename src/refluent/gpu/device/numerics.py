@@ -32,6 +32,8 @@ def tanh(x: cutlass.Float32) -> cutlass.Float32:
 
 
 @cute.jit
-def opaque(value: cutlass.Int32) -> cutlass.Int32:
-    """The value, which the compiler takes for a new one: what is made of it is worked out here, not kept."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[cutlass.Int32], read_only_args=[value])
+def opaque(value):
+    """The integer, which the compiler takes for a new one: what is made of it is worked out here, not kept from
+    before."""
+    kind = type(value)
+    return cute.arch.inline_ptx(f"mov.b{kind.width} {{$w0}}, {{$r0}};", write_only_types=[kind], read_only_args=[value])

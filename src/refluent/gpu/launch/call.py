@@ -45,6 +45,8 @@ def backward(
     sink_type = None if sink is None else sink.dtype
     prepared = prepare(problem, arch, dlse is not None, sink_type, inputs.q.shape[0], inputs.k.shape[0], cluster)
     variant = prepared.variant
+    if may_have_empty_rows(problem, inputs):
+        do = silence(problem, inputs, o, lse, do)
     q, k, v, o, do = (fit(tensor) for tensor in (inputs.q, inputs.k, inputs.v, o, do))
     dq = _output(q, cleared=problem.varlen_q)
     whole = problem.varlen_k or (problem.has_seqused_k and variant.group == 1)
@@ -79,6 +81,31 @@ def backward(
         dv if needs.dv else None,
         dsink if needs.dsink else None,
     )
+
+
+def may_have_empty_rows(problem: Problem, inputs: Inputs) -> bool:
+    """Whether a query may see no key, as far as the host knows; then its do, which may be NaN, must not count."""
+    options, lengths = problem.options, (inputs.seqused_q, inputs.seqused_k)
+    if options.mask_mod is not None or options.block_mask is not None:
+        return True
+    left, right = options.window
+    if (left is not None and left < 0) or (right is not None and right < 0):
+        return True
+    bounded = options.causal or left is not None or right is not None
+    if problem.varlen_q or problem.varlen_k or lengths != (None, None):
+        same = inputs.cu_seqlens_q is inputs.cu_seqlens_k and lengths[0] is lengths[1]
+        return not same or problem.seqlen_q != problem.seqlen_k
+    return bounded and problem.seqlen_q > problem.seqlen_k
+
+
+def silence(problem: Problem, inputs: Inputs, o: Tensor, lse: Tensor, do: Tensor) -> Tensor:
+    """do with zeros in the rows that see no key: products would spread what stands there, 0 times NaN being NaN."""
+    empty = (lse == -torch.inf).transpose(-1, -2)
+    if inputs.sink is not None:
+        sink = inputs.sink.to(lse.dtype)
+        alone = lse == (sink[:, None] if problem.varlen_q else sink[None, :, None])
+        empty = empty | (alone.transpose(-1, -2) & (o == 0).all(-1))
+    return do.masked_fill(empty.unsqueeze(-1), 0.0)
 
 
 def target(device: torch.device) -> tuple[str, str]:

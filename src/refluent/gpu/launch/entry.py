@@ -31,6 +31,7 @@ class BackwardEntry:
                 variant.dropout,
                 variant.deterministic,
                 variant.cluster,
+                variant.negative_scale,
             ),
             variant.group,
             variant.has_left,

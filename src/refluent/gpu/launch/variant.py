@@ -1,4 +1,5 @@
-"""What a compiled backward depends on, and nothing else: never a length, a batch size, a head count or the scale."""
+"""What a compiled backward depends on, and nothing else: never a length, a batch size or a head count, and of the scale
+its sign alone."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ class Variant:
     softcap: bool = False
     dropout: bool = False
     deterministic: bool = False
+    negative_scale: bool = False
     dlse: bool = False
     sink: str = ""
     cluster: int = 1  # CTAs that share Q and dO
@@ -70,6 +72,7 @@ def variant_of(problem: Problem, arch: str, dlse: bool, sink: torch.dtype | None
         softcap=problem.options.softcap > 0,
         dropout=problem.options.dropout_p > 0,
         deterministic=problem.options.deterministic,
+        negative_scale=problem.scale < 0,
         dlse=dlse,
         sink="" if sink is None else _name(sink),
         cluster=cluster,

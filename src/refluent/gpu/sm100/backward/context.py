@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import cutlass
@@ -30,6 +31,12 @@ class Static:
     dropout: bool = False
     deterministic: bool = False
     cluster: int = 1
+    negative_scale: bool = False
+
+    @property
+    def hidden(self) -> float:
+        """The raw score that has no weight."""
+        return math.inf if self.negative_scale else -math.inf
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,7 @@ class Targets:
 class Scores:
     """Run-time numbers of the score function: s = scale q k, softcap tanh; dropout's key and threshold."""
 
+    factor: cutlass.Float32  # log2(e) scale, never 0
     softcap: cutlass.Float32
     philox: cute.Tensor | None  # int64 (2,): seed, offset
     keep_from: cutlass.Uint32  # an element is kept iff its word is at least this

@@ -179,9 +179,12 @@ def make_accumulators(tmem: cute.Pointer, dtype, plan: BackwardPlan, products: P
         )
 
     def operand(product: Product, column):
+        """P or dS: the queries of a compute warpgroup over the first half of its columns of S or dP."""
         if plan.transposed_kv:
             return None
-        layout = product[0].make_fragment_A(product[0].partition_shape_A((plan.tile_n, plan.tile_m))).layout
+        half = product[0].make_fragment_A(product[0].partition_shape_A((plan.tile_n, plan.tile_m // 2))).layout
+        shape, stride = (*half.shape[:2], (half.shape[2], 2)), (*half.stride[:2], (half.stride[2], plan.tile_m))
+        layout = cute.make_layout(shape, stride=stride)
         return cute.make_tensor(cute.recast_ptr(tmem + column, dtype=dtype), layout)
 
     return Accumulators(
