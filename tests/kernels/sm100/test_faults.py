@@ -16,7 +16,6 @@ BF16 = torch.bfloat16
 COMPUTE, MMA, LOAD, REDUCE, EPILOGUE, STORAGE, KERNEL = (
     f"sm100/backward/{name}.py" for name in "compute mma load reduce epilogue storage kernel".split()
 )
-BARRIER = "    cute.arch.barrier(barrier_id=COMPUTE_BARRIER, number_of_threads=THREADS)"
 
 
 def call(queries, keys, heads=1, heads_kv=1, ctas=0, cluster=1, **options):
@@ -211,8 +210,7 @@ FAULTS = [
     Fault(
         "staging of a group overwritten by the next tile's dS",
         EPILOGUE,
-        "    if thread == 0:  # before the next tile's scores go into the buffer, behind the compute barrier\n"
-        "        cute.arch.cp_async_bulk_wait_group(0, read=True)\n",
+        "    cute.arch.barrier(barrier_id=COMPUTE_BARRIER, number_of_threads=2 * GROUP_THREADS)\n",
         "",
         RACE,
         "grouped",
