@@ -1,0 +1,327 @@
+"""The compute role, two warpgroups: the products, P from S, dS from dP; then dV and dK of the tile.
+
+    prologue  S(0)
+    step i    dP(i) issued; P(i) from S(i)
+              dV += P(i)^T dO(i) issued; dS(i) from dP(i), into shared memory
+              S(i+1) issued; both warpgroups meet; dQ(i) = dS(i) K, dK += dS(i)^T Q(i) issued; dQ(i) is staged
+
+so that some product is under way whenever a warpgroup computes. Each has 64 keys and all queries of a block: a thread
+has two keys (rows of S^T) and of every 8 queries two neighbours.
+Everything a score function does happens in `weights`, and what its gradient does in `grad_scores`: score_mod and
+mask_mod plug in there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from refluent.gpu.device.numerics import exp2, tanh
+from refluent.gpu.device.philox import kept_queries
+from refluent.gpu.device.pipeline import arrive
+from refluent.gpu.device.work import Tile
+from refluent.gpu.plans.sm90 import GROUPS, ROWS
+from refluent.gpu.sm90.backward.chunks import first_column, first_row, stage_chunk
+from refluent.gpu.sm90.backward.context import COMPUTE_BARRIER, COMPUTE_WARP, Context
+from refluent.gpu.sm90.backward.epilogue import store_grads
+from refluent.gpu.sm90.backward.products import multiply
+
+THREADS = 128 * GROUPS
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A thread's place: `thread` of warpgroup `group`; its keys are `row` and `row` + 8 of the tile, its queries
+    `query` and `query` + 1 of every 8."""
+
+    group: cutlass.Int32
+    thread: cutlass.Int32
+    row: cutlass.Int32
+    query: cutlass.Int32
+
+    @staticmethod
+    def make() -> Share:
+        index = cute.arch.thread_idx()[0] - 32 * COMPUTE_WARP
+        group = cute.arch.make_warp_uniform(index // 128)
+        thread = index % 128
+        return Share(group, thread, group * ROWS + first_row(thread), first_column(thread))
+
+    def of_statistic(self, ring: cute.Tensor, stage) -> cute.Tensor:
+        """(2, tile_m / 8): the thread's queries of a (tile_m, stages) buffer."""
+        start = (ring[None, stage].iterator + self.query).align(8)
+        return cute.make_tensor(start, cute.make_layout((2, ring.shape[0] // 8), stride=(1, 8)))
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """Operands of the products in shared memory, as descriptors; a last mode is the stage."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    do: cute.Tensor
+    ds: cute.Tensor
+    q_t: cute.Tensor
+    k_t: cute.Tensor
+    do_t: cute.Tensor
+
+    @staticmethod
+    def make(ctx: Context, share: Share) -> Fragments:
+        p, shared = ctx.products, ctx.shared
+
+        def a(product, tensor):
+            part = product.mma.get_slice(share.group * 128).partition_A(tensor)
+            return product.mma.make_fragment_A(part)
+
+        def b(product, tensor):
+            part = product.mma.get_slice(share.group * 128).partition_B(tensor)
+            return product.mma.make_fragment_B(part)
+
+        return Fragments(
+            q=b(p.s, shared.q),
+            k=a(p.s, shared.k),
+            v=a(p.dp, shared.v),
+            do=b(p.dp, shared.do),
+            ds=a(p.dq, shared.ds),
+            q_t=b(p.dk, shared.q_t),
+            k_t=b(p.dq, shared.k_t),
+            do_t=b(p.dv, shared.do_t),
+        )
+
+
+@dataclass(frozen=True)
+class Registers:
+    """A thread's accumulators, and P and dS in 16 bits as A operands, in the same order."""
+
+    s: cute.Tensor
+    dp: cute.Tensor
+    dq: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    p_packed: cute.Tensor
+    ds_packed: cute.Tensor
+
+    @staticmethod
+    def make(ctx: Context) -> Registers:
+        plan, products = ctx.plan, ctx.products
+
+        def accumulator(product, rows, columns):
+            return product.mma.make_fragment_C(product.mma.partition_shape_C((rows, columns)))
+
+        def operand(product):
+            return product.mma.make_fragment_A(product.mma.partition_shape_A((plan.tile_n, plan.tile_m)))
+
+        return Registers(
+            s=accumulator(products.s, plan.tile_n, plan.tile_m),
+            dp=accumulator(products.dp, plan.tile_n, plan.tile_m),
+            dq=accumulator(products.dq, plan.tile_m, plan.head_dim),
+            dk=accumulator(products.dk, plan.tile_n, plan.head_dim),
+            dv=accumulator(products.dv, plan.tile_n, plan.head_dim_v),
+            p_packed=operand(products.dv),
+            ds_packed=operand(products.dk),
+        )
+
+
+def by_query(tensor: cute.Tensor) -> cute.Tensor:
+    """A thread's scores as (neighbours, rows, eights)."""
+    eights = cute.size(tensor) // 4
+    return cute.make_tensor(tensor.iterator, cute.make_layout((2, 2, eights)))
+
+
+@cute.jit
+def compute(ctx: Context):
+    share = Share.make()
+    frags = Fragments.make(ctx, share)
+    step, tiles = cutlass.Int32(0), cutlass.Int32(0)
+    first, stride = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    for index in cutlass.range(first, ctx.call.tiles(), stride):
+        tile = ctx.call.tile(index)
+        if tile.exists:
+            compute_tile(ctx, frags, tile, share, step, tiles)
+            step += tile.steps
+            tiles += 1
+
+
+@cute.jit
+def compute_tile(ctx: Context, frags: Fragments, tile: Tile, share: Share, step: cutlass.Int32, tiles: cutlass.Int32):
+    """All steps of one tile, and its dV and dK; `step` is its first."""
+    bars, regs = ctx.barriers, Registers.make(ctx)
+    regs.dk.fill(0.0)
+    regs.dv.fill(0.0)
+    bars.k.wait_full(tiles)
+    bars.v.wait_full(tiles)
+    if tile.steps > 0:
+        scores(ctx, frags, regs, step)
+        last = tile.steps - 1
+        for i in cutlass.range(last):
+            compute_step(ctx, frags, regs, tile, share, step + i, i, True)
+        compute_step(ctx, frags, regs, tile, share, step + last, last, False)
+        warpgroup.wait_group(0)
+        arrive(bars.q.empty_at(step + last))
+    store_grads(ctx, tile, share.group, share.thread, regs.dk, regs.dv)
+    if share.thread == 0:
+        cute.arch.mbarrier_arrive(bars.k.empty_at(tiles))
+        cute.arch.mbarrier_arrive(bars.v.empty_at(tiles))
+
+
+@cute.jit
+def scores(ctx: Context, frags: Fragments, regs: Registers, step: cutlass.Int32):
+    """S^T = K Q^T, issued."""
+    q = ctx.barriers.q
+    q.wait_full(step)
+    multiply(ctx.products.s, regs.s, frags.k[None, None, None, 0], frags.q[None, None, None, q.stage(step)], False)
+
+
+@cute.jit
+def compute_step(
+    ctx: Context,
+    frags: Fragments,
+    regs: Registers,
+    tile: Tile,
+    share: Share,
+    step: cutlass.Int32,
+    i: cutlass.Int32,
+    following: cutlass.Constexpr,
+):
+    """Step `i` of a tile. S of this step and dK of the one before are under way, and so they are for the next."""
+    bars, products, shared = ctx.barriers, ctx.products, ctx.shared
+    q_stage, do_stage, ds_stage = bars.q.stage(step), bars.do.stage(step), step % ctx.plan.stages_ds
+    do, do_t = frags.do[None, None, None, do_stage], frags.do_t[None, None, None, do_stage]
+    bars.do.wait_full(step)
+    multiply(products.dp, regs.dp, frags.v[None, None, None, 0], do, False)
+    warpgroup.wait_group(1)  # all but dP
+    if i > 0:
+        arrive(bars.q.empty_at(step - 1))
+    kept = weights(ctx, tile, tile.m_begin + i, share, regs, share.of_statistic(shared.lse, q_stage))
+    multiply(products.dv, regs.dv, regs.p_packed, do_t, True)
+    warpgroup.wait_group(1)  # all but dV
+    grad_scores(ctx, regs, share.of_statistic(shared.dpsum, do_stage), kept)
+    store_scores(ctx, regs, share, ds_stage)
+    if cutlass.const_expr(following):
+        scores(ctx, frags, regs, step + 1)
+    cute.arch.barrier(barrier_id=COMPUTE_BARRIER, number_of_threads=THREADS)  # dS is there
+    ds, k_t = frags.ds[None, None, None, ds_stage], frags.k_t[None, None, None, 0]
+    multiply(products.dq, regs.dq, ds, k_t, False)
+    multiply(products.dk, regs.dk, regs.ds_packed, frags.q_t[None, None, None, q_stage], True)
+    warpgroup.wait_group(1)  # all but dK
+    arrive(bars.do.empty_at(step))
+    stage_queries(ctx, regs, share, step)
+
+
+@cute.jit
+def stage_queries(ctx: Context, regs: Registers, share: Share, step: cutlass.Int32):
+    """The warpgroup's part of dQ into its staging buffer."""
+    columns, ring = ctx.plan.reduce_columns, ctx.barriers.dq
+    use = step * GROUPS + share.group
+    ring.wait_empty(use)
+    stage_chunk(ctx.shared.staging.iterator + share.group * (ROWS * columns), regs.dq.iterator, columns, share.thread)
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_warp()
+    arrive(ring.full_at(use))
+
+
+@cute.jit
+def weights(ctx: Context, tile: Tile, m_block: cutlass.Int32, share: Share, regs: Registers, lse: cute.Tensor):
+    """Raw scores in S become weights, and P gets what dV multiplies: the kept weights in 16 bits.
+
+    With a score function that is not linear, S leaves multiplied by its derivative: that is all dS still needs.
+    Returns which of the scores dropout keeps, a bit each.
+    """
+    call, static, plan = ctx.call, ctx.static, ctx.plan
+    first_key, first_query = tile.n_block * plan.tile_n, m_block * plan.tile_m
+    keys, query = (first_key + share.row, first_key + share.row + 8), first_query + share.query
+    s, packed = by_query(regs.s), by_query(regs.p_packed)
+    kept = (cutlass.Uint64(0), cutlass.Uint64(0))
+    if cutlass.const_expr(static.dropout):
+        stream = tile.batch * call.heads + tile.head
+        state, keep_from = ctx.scores.philox, ctx.scores.keep_from
+        kept = tuple(kept_queries(state, keep_from, stream, query, key, plan.tile_m // 4, 8) for key in keys)
+    seen = tuple(call.window.columns(key, query, tile.len_q, tile.len_k) for key in keys)
+    if cutlass.const_expr(not static.softcap):
+        group_key = first_key + share.group * ROWS
+        if not call.window.whole(group_key, first_query, ROWS, plan.tile_m, tile.len_q, tile.len_k):
+            for eight, r, e in cutlass.const_expr(places(plan.tile_m)):
+                low, high = seen[r]
+                column = eight * 8 + e
+                s[e, r, eight] = s[e, r, eight] if column >= low and column <= high else -cutlass.Float32.inf
+    minus_lse = cute.make_rmem_tensor(cute.make_layout(2), cutlass.Float32)
+    for eight in cutlass.range_constexpr(plan.tile_m // 8):
+        cute.autovec_copy(lse[None, eight], minus_lse)
+        for r in cutlass.range_constexpr(2):
+            score, slope = (s[0, r, eight], s[1, r, eight]), None
+            factor = call.scale * LOG2E
+            if cutlass.const_expr(static.softcap):
+                score, slope = capped(ctx, score)
+                low, high = seen[r]
+                score = tuple(
+                    x if eight * 8 + e >= low and eight * 8 + e <= high else -cutlass.Float32.inf
+                    for e, x in enumerate(score)
+                )
+                factor = ctx.scores.softcap * LOG2E
+            weight = tuple(exp2(x * factor - minus_lse[e]) for e, x in enumerate(score))
+            store_pair(packed, r, eight, kept_part(ctx, weight, kept[r], eight))
+            if cutlass.const_expr(slope is not None):
+                weight = weight[0] * slope[0], weight[1] * slope[1]
+            s[0, r, eight], s[1, r, eight] = weight
+    return kept
+
+
+def places(tile_m: int) -> tuple[tuple[int, int, int], ...]:
+    """(eight, row, neighbour) of a thread's scores."""
+    return tuple((eight, r, e) for eight in range(tile_m // 8) for r in range(2) for e in range(2))
+
+
+@cute.jit
+def capped(ctx: Context, score):
+    """tanh(scale s / softcap) of a pair of raw scores, and its derivative with respect to the scaled score."""
+    inner = ctx.call.scale / ctx.scores.softcap
+    t = tanh(score[0] * inner), tanh(score[1] * inner)
+    return t, (1.0 - t[0] * t[0], 1.0 - t[1] * t[1])
+
+
+@cute.jit
+def kept_part(ctx: Context, pair, kept: cutlass.Uint64, eight: cutlass.Constexpr):
+    """A pair of values where dropout keeps their scores, scaled; zeros elsewhere."""
+    if cutlass.const_expr(not ctx.static.dropout):
+        return pair
+    bits = cutlass.Uint32(kept >> cutlass.Uint64(2 * eight))
+    factor = ctx.scores.keep_scale
+    first = pair[0] * factor if bits & 1 != 0 else cutlass.Float32(0.0)
+    second = pair[1] * factor if bits & 2 != 0 else cutlass.Float32(0.0)
+    return first, second
+
+
+@cute.jit
+def store_pair(packed: cute.Tensor, r: cutlass.Constexpr, eight: cutlass.Constexpr, pair):
+    """Two neighbours of `packed`, in its type."""
+    both = cute.make_rmem_tensor(cute.make_layout(2), cutlass.Float32)
+    both[0], both[1] = pair
+    packed[None, r, eight].store(both.load().to(packed.element_type))
+
+
+@cute.jit
+def grad_scores(ctx: Context, regs: Registers, dpsum: cute.Tensor, kept):
+    """dS = P (dP - dPsum), in 16 bits; dropped scores have dP = 0."""
+    p, dp, packed = by_query(regs.s), by_query(regs.dp), by_query(regs.ds_packed)
+    sums = cute.make_rmem_tensor(cute.make_layout(2), cutlass.Float32)
+    for eight in cutlass.range_constexpr(ctx.plan.tile_m // 8):
+        cute.autovec_copy(dpsum[None, eight], sums)
+        for r in cutlass.range_constexpr(2):
+            arrived = kept_part(ctx, (dp[0, r, eight], dp[1, r, eight]), kept[r], eight)
+            grads = tuple(p[e, r, eight] * (x - sums[e]) for e, x in enumerate(arrived))
+            store_pair(packed, r, eight, grads)
+
+
+@cute.jit
+def store_scores(ctx: Context, regs: Registers, share: Share, stage):
+    """dS into shared memory, where the keys of a query are contiguous, as dQ's product reads it."""
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), ctx.static.dtype)
+    copy = cute.make_tiled_copy_C(atom, ctx.products.s.mma).get_slice(share.group * 128 + share.thread)
+    source = cute.make_tensor(regs.ds_packed.iterator, regs.s.layout)
+    cute.copy(atom, copy.retile(source), copy.partition_D(ctx.shared.ds_t[None, None, stage]))
+    cute.arch.fence_view_async_shared()
