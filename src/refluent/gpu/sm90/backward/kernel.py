@@ -6,7 +6,7 @@ docs/kernels/sm90-backward.md for the pipeline and the memory map.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -84,7 +84,7 @@ class Backward:
         stores = Stores(None, None, None, None)
         if cutlass.const_expr(self.group == 1):
             grads = tuple(sequence_view(tensor, seqlen_k, keys.ragged, packed_k) for tensor in (targets.dk, targets.dv))
-            stores = make_stores(grads, layouts, plan)
+            stores = make_stores(grads, dtype, plan)
         scores = Scores(softcap, philox, keep_from, keep_scale)
         grid = call.tiles()
         if ctas > 0:
@@ -131,12 +131,13 @@ def make_sources(views, lse_log2, dpsum, layouts: Layouts, plan) -> Sources:
     return Sources(*q, *k, *v, *do, lse_log2, dpsum)
 
 
-def make_stores(views, layouts: Layouts, plan) -> Stores:
+def make_stores(views, dtype, plan) -> Stores:
     """TMA atoms for a warpgroup's boxes of dk and dv, which leave through the buffers of K and V."""
+    layouts = Layouts.make(dtype, replace(plan, tile_n=ROWS))
     tiles = ((layouts.k, (ROWS, plan.head_dim)), (layouts.v, (ROWS, plan.head_dim_v)))
     op = cpasync.CopyBulkTensorTileS2GOp()
     dk, dv = (
-        cpasync.make_tiled_tma_atom(op, view, cute.local_tile(cute.select(layout, mode=[0, 1]), tile, (0, 0)), tile)
+        cpasync.make_tiled_tma_atom(op, view, cute.select(layout, mode=[0, 1]), tile)
         for view, (layout, tile) in zip(views, tiles)
     )
     return Stores(*dk, *dv)
