@@ -2,10 +2,12 @@
 
     prologue  S(0)
     step i    dP(i) issued; P(i) from S(i)
-              dV += P(i)^T dO(i) issued; dS(i) from dP(i), into shared memory
-              S(i+1) issued; both warpgroups meet; dQ(i) = dS(i) K, dK += dS(i)^T Q(i) issued; dQ(i) is staged
+              dV += P(i)^T dO(i) issued; dS(i) from dP(i)
+              S(i+1) issued; dS(i) in 16 bits, into shared memory; both warpgroups meet
+              dQ(i) = dS(i) K, dK += dS(i)^T Q(i) issued; dQ(i) is staged
 
-so that some product is under way whenever a warpgroup computes. Each has 64 keys and all queries of a block: a thread
+so that some product is under way whenever a warpgroup computes. P and dS in 16 bits share registers: dV has read P when
+S(i+1) has begun. Each has 64 keys and all queries of a block: a thread
 has two keys (rows of S^T) and of every 8 queries two neighbours.
 Everything a score function does happens in `weights`, and what its gradient does in `grad_scores`: score_mod and
 mask_mod plug in there.
@@ -14,7 +16,7 @@ mask_mod plug in there.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import cutlass
 import cutlass.cute as cute
@@ -96,15 +98,14 @@ class Fragments:
 
 @dataclass(frozen=True)
 class Registers:
-    """A thread's accumulators, and P and dS in 16 bits as A operands, in the same order."""
+    """A thread's accumulators; `packed`: P, then dS, in 16 bits as an A operand, in the same order."""
 
     s: cute.Tensor
     dp: cute.Tensor
     dq: cute.Tensor
     dk: cute.Tensor
     dv: cute.Tensor
-    p_packed: cute.Tensor
-    ds_packed: cute.Tensor
+    packed: cute.Tensor
 
     @staticmethod
     def make(ctx: Context) -> Registers:
@@ -113,17 +114,13 @@ class Registers:
         def accumulator(product, rows, columns):
             return product.mma.make_fragment_C(product.mma.partition_shape_C((rows, columns)))
 
-        def operand(product):
-            return product.mma.make_fragment_A(product.mma.partition_shape_A((plan.tile_n, plan.tile_m)))
-
         return Registers(
             s=accumulator(products.s, plan.tile_n, plan.tile_m),
             dp=accumulator(products.dp, plan.tile_n, plan.tile_m),
             dq=accumulator(products.dq, plan.tile_m, plan.head_dim),
             dk=accumulator(products.dk, plan.tile_n, plan.head_dim),
             dv=accumulator(products.dv, plan.tile_n, plan.head_dim_v),
-            p_packed=operand(products.dv),
-            ds_packed=operand(products.dk),
+            packed=products.dv.mma.make_fragment_A(products.dv.mma.partition_shape_A((plan.tile_n, plan.tile_m))),
         )
 
 
@@ -140,11 +137,17 @@ def compute(ctx: Context):
     step, tiles = cutlass.Int32(0), cutlass.Int32(0)
     first, stride = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     for index in cutlass.range(first, ctx.call.tiles(), stride):
-        tile = ctx.call.tile(index)
+        tile = uniform(ctx.call.tile(index))
         if tile.exists:
             compute_tile(ctx, frags, tile, share, step, tiles)
             step += tile.steps
             tiles += 1
+
+
+def uniform(tile: Tile) -> Tile:
+    """The same, where the compiler sees that it is so in all threads: descriptors and counters then need no registers."""
+    numbers = {f.name: cute.arch.make_warp_uniform(cutlass.Int32(getattr(tile, f.name))) for f in fields(tile)}
+    return Tile(**{**numbers, "exists": numbers["exists"] != 0})
 
 
 @cute.jit
@@ -157,12 +160,11 @@ def compute_tile(ctx: Context, frags: Fragments, tile: Tile, share: Share, step:
     bars.v.wait_full(tiles)
     if tile.steps > 0:
         scores(ctx, frags, regs, step)
+        warpgroup.wait_group(0)
         last = tile.steps - 1
         for i in cutlass.range(last):
-            compute_step(ctx, frags, regs, tile, share, step + i, i, True)
-        compute_step(ctx, frags, regs, tile, share, step + last, last, False)
-        warpgroup.wait_group(0)
-        arrive(bars.q.empty_at(step + last))
+            compute_step(ctx, frags, regs, tile, share, step + i, tile.m_begin + i, True)
+        compute_step(ctx, frags, regs, tile, share, step + last, tile.m_end - 1, False)
     store_grads(ctx, tile, share.group, share.thread, regs.dk, regs.dv)
     if share.thread == 0:
         cute.arch.mbarrier_arrive(bars.k.empty_at(tiles))
@@ -185,32 +187,39 @@ def compute_step(
     tile: Tile,
     share: Share,
     step: cutlass.Int32,
-    i: cutlass.Int32,
+    m_block: cutlass.Int32,
     following: cutlass.Constexpr,
 ):
-    """Step `i` of a tile. S of this step and dK of the one before are under way, and so they are for the next."""
+    """A block of queries, whose S is there; leaves with that of the next. Nothing is under way before or after.
+
+    ptxas runs products one by one, each waited for, unless it can tell at every place which are under way.
+    """
     bars, products, shared = ctx.barriers, ctx.products, ctx.shared
-    q_stage, do_stage, ds_stage = bars.q.stage(step), bars.do.stage(step), step % ctx.plan.stages_ds
+    step = cute.arch.make_warp_uniform(step)
+    q_stage, do_stage, ds_stage = (
+        cute.arch.make_warp_uniform(stage)
+        for stage in (bars.q.stage(step), bars.do.stage(step), step % ctx.plan.stages_ds)
+    )
     do, do_t = frags.do[None, None, None, do_stage], frags.do_t[None, None, None, do_stage]
     bars.do.wait_full(step)
     multiply(products.dp, regs.dp, frags.v[None, None, None, 0], do, False)
-    warpgroup.wait_group(1)  # all but dP
-    if i > 0:
-        arrive(bars.q.empty_at(step - 1))
-    kept = weights(ctx, tile, tile.m_begin + i, share, regs, share.of_statistic(shared.lse, q_stage))
-    multiply(products.dv, regs.dv, regs.p_packed, do_t, True)
-    warpgroup.wait_group(1)  # all but dV
+    kept = weights(ctx, tile, m_block, share, regs, share.of_statistic(shared.lse, q_stage))
+    multiply(products.dv, regs.dv, regs.packed, do_t, True)
+    warpgroup.wait_group(1)  # dP is there
     grad_scores(ctx, regs, share.of_statistic(shared.dpsum, do_stage), kept)
-    store_scores(ctx, regs, share, ds_stage)
     if cutlass.const_expr(following):
         scores(ctx, frags, regs, step + 1)
-    cute.arch.barrier(barrier_id=COMPUTE_BARRIER, number_of_threads=THREADS)  # dS is there
+    warpgroup.wait_group(1 if following else 0)  # dV is there
+    arrive(bars.do.empty_at(step))
+    store_scores(ctx, regs, share, ds_stage)
+    cute.arch.barrier(barrier_id=COMPUTE_BARRIER, number_of_threads=THREADS)  # all of dS is there
     ds, k_t = frags.ds[None, None, None, ds_stage], frags.k_t[None, None, None, 0]
     multiply(products.dq, regs.dq, ds, k_t, False)
-    multiply(products.dk, regs.dk, regs.ds_packed, frags.q_t[None, None, None, q_stage], True)
-    warpgroup.wait_group(1)  # all but dK
-    arrive(bars.do.empty_at(step))
+    multiply(products.dk, regs.dk, regs.packed, frags.q_t[None, None, None, q_stage], True)
+    warpgroup.wait_group(1)  # dQ is there
     stage_queries(ctx, regs, share, step)
+    warpgroup.wait_group(0)
+    arrive(bars.q.empty_at(step))
 
 
 @cute.jit
@@ -235,7 +244,7 @@ def weights(ctx: Context, tile: Tile, m_block: cutlass.Int32, share: Share, regs
     call, static, plan = ctx.call, ctx.static, ctx.plan
     first_key, first_query = tile.n_block * plan.tile_n, m_block * plan.tile_m
     keys, query = (first_key + share.row, first_key + share.row + 8), first_query + share.query
-    s, packed = by_query(regs.s), by_query(regs.p_packed)
+    s, packed = by_query(regs.s), by_query(regs.packed)
     kept = (cutlass.Uint64(0), cutlass.Uint64(0))
     if cutlass.const_expr(static.dropout):
         stream = tile.batch * call.heads + tile.head
@@ -306,22 +315,23 @@ def store_pair(packed: cute.Tensor, r: cutlass.Constexpr, eight: cutlass.Constex
 
 @cute.jit
 def grad_scores(ctx: Context, regs: Registers, dpsum: cute.Tensor, kept):
-    """dS = P (dP - dPsum), in 16 bits; dropped scores have dP = 0."""
-    p, dp, packed = by_query(regs.s), by_query(regs.dp), by_query(regs.ds_packed)
+    """dS = P (dP - dPsum) in place of dP; dropped scores have dP = 0."""
+    p, dp = by_query(regs.s), by_query(regs.dp)
     sums = cute.make_rmem_tensor(cute.make_layout(2), cutlass.Float32)
     for eight in cutlass.range_constexpr(ctx.plan.tile_m // 8):
         cute.autovec_copy(dpsum[None, eight], sums)
         for r in cutlass.range_constexpr(2):
             arrived = kept_part(ctx, (dp[0, r, eight], dp[1, r, eight]), kept[r], eight)
-            grads = tuple(p[e, r, eight] * (x - sums[e]) for e, x in enumerate(arrived))
-            store_pair(packed, r, eight, grads)
+            for e in cutlass.range_constexpr(2):
+                dp[e, r, eight] = p[e, r, eight] * (arrived[e] - sums[e])
 
 
 @cute.jit
 def store_scores(ctx: Context, regs: Registers, share: Share, stage):
-    """dS into shared memory, where the keys of a query are contiguous, as dQ's product reads it."""
+    """dS in 16 bits, as dK's product takes it, and into shared memory: there the keys of a query are contiguous."""
+    source = cute.make_tensor(regs.packed.iterator, regs.dp.layout)
+    source.store(regs.dp.load().to(ctx.static.dtype))
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), ctx.static.dtype)
     copy = cute.make_tiled_copy_C(atom, ctx.products.s.mma).get_slice(share.group * 128 + share.thread)
-    source = cute.make_tensor(regs.ds_packed.iterator, regs.s.layout)
     cute.copy(atom, copy.retile(source), copy.partition_D(ctx.shared.ds_t[None, None, stage]))
     cute.arch.fence_view_async_shared()
