@@ -34,7 +34,7 @@ class Variant:
 
     @cached_property
     def plan(self) -> BackwardPlan:
-        return backward_plan(self.arch, self.head_dim, self.head_dim_v)
+        return backward_plan(self.arch, self.head_dim, self.head_dim_v, not (self.softcap or self.dropout))
 
     @property
     def name(self) -> str:

@@ -7,7 +7,8 @@ from refluent.gpu.plans import sm90, sm100
 BackwardPlan = sm90.BackwardPlan | sm100.BackwardPlan
 
 
-def backward_plan(arch: str, head_dim: int, head_dim_v: int) -> BackwardPlan:
-    """The smallest plan of the target (as "sm_90a") that holds these head dimensions."""
-    plans = sm90 if arch == "sm_90a" else sm100
-    return plans.backward_plan(head_dim, head_dim_v)
+def backward_plan(arch: str, head_dim: int, head_dim_v: int, linear: bool = True) -> BackwardPlan:
+    """The smallest plan of the target (as "sm_90a") that holds these head dimensions; linear: no softcap, no dropout."""
+    if arch == "sm_90a":
+        return sm90.backward_plan(head_dim, head_dim_v, linear)
+    return sm100.backward_plan(head_dim, head_dim_v)

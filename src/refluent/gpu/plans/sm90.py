@@ -37,7 +37,8 @@ class BackwardPlan:
     """One CTA owns tile_n keys and walks tile_m queries at a time; head dimensions are the padded ones, in elements.
 
     128 keys: a compute warpgroup has 64 of them, and P^T and dS^T go from its registers into dV and dK. 128 queries: it
-    has 64 rows of dQ, else half of its columns.
+    has 64 rows of dQ, else half of its columns. narrow_weights: dS takes P from the 16 bits that dV multiplies, and S's
+    registers are free for more queries; not where dS needs something else (softcap's derivative, dropped weights).
     """
 
     head_dim: int
@@ -47,6 +48,7 @@ class BackwardPlan:
     stages_q: int = 2
     stages_do: int = 2
     stages_ds: int = 2
+    narrow_weights: bool = False
     compute_registers: int = 240  # a thread's, by role
     other_registers: int = 24
 
@@ -109,14 +111,13 @@ class BackwardPlan:
 PADDED = (32, 64, 96, 128)  # head dimensions, of q and k and of v
 SMALL = 64  # up to which the accumulators leave registers for 128 queries
 
-PLANS = tuple(
-    BackwardPlan(d, dv, tile_m=128) if max(d, dv) <= SMALL else BackwardPlan(d, dv, tile_m=64, stages_q=3)
-    for d in PADDED
-    for dv in PADDED
-)
+DIMS = tuple((d, dv) for d in PADDED for dv in PADDED)
+WIDE = tuple(BackwardPlan(d, dv, tile_m=128, narrow_weights=True) for d, dv in DIMS if max(d, dv) <= SMALL)
+PLANS = tuple(BackwardPlan(d, dv, tile_m=64, stages_q=3) for d, dv in DIMS)
 LARGEST = PADDED[-1]
 
 
-def backward_plan(head_dim: int, head_dim_v: int) -> BackwardPlan:
-    """The smallest plan that holds these head dimensions, LARGEST at most."""
-    return next(plan for plan in PLANS if head_dim <= plan.head_dim and head_dim_v <= plan.head_dim_v)
+def backward_plan(head_dim: int, head_dim_v: int, linear: bool = True) -> BackwardPlan:
+    """The smallest plan that holds these head dimensions, LARGEST at most. linear: dS is P times something."""
+    plans = (*WIDE, *PLANS) if linear else PLANS
+    return next(plan for plan in plans if head_dim <= plan.head_dim and head_dim_v <= plan.head_dim_v)

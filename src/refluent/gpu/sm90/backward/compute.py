@@ -22,7 +22,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from refluent.gpu.device.numerics import exp2, tanh
+from refluent.gpu.device.numerics import exp2, pack, tanh, unpack
 from refluent.gpu.device.philox import kept_queries
 from refluent.gpu.device.pipeline import arrive
 from refluent.gpu.device.work import Tile
@@ -130,6 +130,12 @@ def by_query(tensor: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, cute.make_layout((2, 2, eights)))
 
 
+def pairs(packed: cute.Tensor) -> cute.Tensor:
+    """A thread's scores in 16 bits, two neighbours a word, as (rows, eights)."""
+    words = cute.recast_tensor(packed, cutlass.Uint32)
+    return cute.make_tensor(words.iterator, cute.make_layout((2, cute.size(words) // 2)))
+
+
 @cute.jit
 def compute(ctx: Context):
     share = Share.make()
@@ -207,11 +213,16 @@ def compute_step(
     multiply(products.dv, regs.dv, regs.packed, do_t, True)
     warpgroup.wait_group(1)  # dP is there
     grad_scores(ctx, regs, share.of_statistic(shared.dpsum, do_stage), kept)
-    if cutlass.const_expr(following):
+    if cutlass.const_expr(following and not ctx.plan.narrow_weights):
         scores(ctx, frags, regs, step + 1)
-    warpgroup.wait_group(1 if following else 0)  # dV is there
+        warpgroup.wait_group(1)  # dV is there
+    else:
+        warpgroup.wait_group(0)
     arrive(bars.do.empty_at(step))
+    narrow_scores(ctx, regs)
     store_scores(ctx, regs, share, ds_stage)
+    if cutlass.const_expr(following and ctx.plan.narrow_weights):
+        scores(ctx, frags, regs, step + 1)  # dP's registers are free only now
     cute.arch.barrier(barrier_id=COMPUTE_BARRIER, number_of_threads=THREADS)  # all of dS is there
     ds, k_t = frags.ds[None, None, None, ds_stage], frags.k_t[None, None, None, 0]
     multiply(products.dq, regs.dq, ds, k_t, False)
@@ -244,7 +255,7 @@ def weights(ctx: Context, tile: Tile, m_block: cutlass.Int32, share: Share, regs
     call, static, plan = ctx.call, ctx.static, ctx.plan
     first_key, first_query = tile.n_block * plan.tile_n, m_block * plan.tile_m
     keys, query = (first_key + share.row, first_key + share.row + 8), first_query + share.query
-    s, packed = by_query(regs.s), by_query(regs.packed)
+    s, packed = by_query(regs.s), pairs(regs.packed)
     kept = (cutlass.Uint64(0), cutlass.Uint64(0))
     if cutlass.const_expr(static.dropout):
         stream = tile.batch * call.heads + tile.head
@@ -273,10 +284,11 @@ def weights(ctx: Context, tile: Tile, m_block: cutlass.Int32, share: Share, regs
                 )
                 factor = ctx.scores.softcap * LOG2E
             weight = tuple(exp2(x * factor - minus_lse[e]) for e, x in enumerate(score))
-            store_pair(packed, r, eight, kept_part(ctx, weight, kept[r], eight))
+            packed[r, eight] = pack(kept_part(ctx, weight, kept[r], eight), static.dtype)
             if cutlass.const_expr(slope is not None):
                 weight = weight[0] * slope[0], weight[1] * slope[1]
-            s[0, r, eight], s[1, r, eight] = weight
+            if cutlass.const_expr(not plan.narrow_weights):
+                s[0, r, eight], s[1, r, eight] = weight
     return kept
 
 
@@ -306,31 +318,34 @@ def kept_part(ctx: Context, pair, kept: cutlass.Uint64, eight: cutlass.Constexpr
 
 
 @cute.jit
-def store_pair(packed: cute.Tensor, r: cutlass.Constexpr, eight: cutlass.Constexpr, pair):
-    """Two neighbours of `packed`, in its type."""
-    both = cute.make_rmem_tensor(cute.make_layout(2), cutlass.Float32)
-    both[0], both[1] = pair
-    packed[None, r, eight].store(both.load().to(packed.element_type))
-
-
-@cute.jit
 def grad_scores(ctx: Context, regs: Registers, dpsum: cute.Tensor, kept):
     """dS = P (dP - dPsum) in place of dP; dropped scores have dP = 0."""
-    p, dp = by_query(regs.s), by_query(regs.dp)
+    p, dp, packed = by_query(regs.s), by_query(regs.dp), pairs(regs.packed)
     sums = cute.make_rmem_tensor(cute.make_layout(2), cutlass.Float32)
     for eight in cutlass.range_constexpr(ctx.plan.tile_m // 8):
         cute.autovec_copy(dpsum[None, eight], sums)
         for r in cutlass.range_constexpr(2):
             arrived = kept_part(ctx, (dp[0, r, eight], dp[1, r, eight]), kept[r], eight)
+            weight = p[0, r, eight], p[1, r, eight]
+            if cutlass.const_expr(ctx.plan.narrow_weights):
+                weight = unpack(packed[r, eight], ctx.static.dtype)
             for e in cutlass.range_constexpr(2):
-                dp[e, r, eight] = p[e, r, eight] * (arrived[e] - sums[e])
+                dp[e, r, eight] = weight[e] * (arrived[e] - sums[e])
+
+
+@cute.jit
+def narrow_scores(ctx: Context, regs: Registers):
+    """dS in 16 bits, as dK's product takes it."""
+    ds, packed = by_query(regs.dp), pairs(regs.packed)
+    for eight in cutlass.range_constexpr(ctx.plan.tile_m // 8):
+        for r in cutlass.range_constexpr(2):
+            packed[r, eight] = pack((ds[0, r, eight], ds[1, r, eight]), ctx.static.dtype)
 
 
 @cute.jit
 def store_scores(ctx: Context, regs: Registers, share: Share, stage):
-    """dS in 16 bits, as dK's product takes it, and into shared memory: there the keys of a query are contiguous."""
+    """The same into shared memory, where the keys of a query are contiguous, as dQ's product reads it."""
     source = cute.make_tensor(regs.packed.iterator, regs.dp.layout)
-    source.store(regs.dp.load().to(ctx.static.dtype))
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), ctx.static.dtype)
     copy = cute.make_tiled_copy_C(atom, ctx.products.s.mma).get_slice(share.group * 128 + share.thread)
     cute.copy(atom, copy.retile(source), copy.partition_D(ctx.shared.ds_t[None, None, stage]))
