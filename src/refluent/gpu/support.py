@@ -8,7 +8,7 @@ from importlib import metadata
 
 import torch
 
-from refluent.problem import MAX_HEAD_DIM, Problem
+from refluent.problem import Problem
 
 DSL, DSL_VERSION = "nvidia-cutlass-dsl", "4.8.1"
 
@@ -21,7 +21,6 @@ class Architecture:
     target: str
     family: str
     capabilities: tuple[tuple[int, int], ...]
-    max_head_dim: int = MAX_HEAD_DIM
 
     def unsupported(self, problem: Problem) -> str | None:
         """Why the kernels cannot serve the problem, wherever they run; None if they can."""
@@ -31,10 +30,6 @@ class Architecture:
         for name in ("score_mod", "mask_mod", "block_mask"):
             if getattr(options, name) is not None:
                 return f"its kernels do not take a {name} yet; backend='torch' does"
-        head_dim = max(problem.head_dim, problem.head_dim_v)
-        if head_dim > self.max_head_dim:
-            most = self.max_head_dim
-            return f"its kernels take head dimensions up to {most} yet, got {head_dim}; backend='torch' takes it"
         return None
 
     def unsupported_device(self, device: torch.device) -> str | None:
@@ -69,7 +64,7 @@ class Architecture:
         return f"backend='emulate:{self.name}' runs its kernels on the CPU"
 
 
-HOPPER = Architecture("sm90", "sm_90a", "Hopper", ((9, 0),), max_head_dim=128)
+HOPPER = Architecture("sm90", "sm_90a", "Hopper", ((9, 0),))
 BLACKWELL = Architecture("sm100", "sm_100a", "Blackwell", ((10, 0), (10, 3)))
 
 

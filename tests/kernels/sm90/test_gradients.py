@@ -13,7 +13,7 @@ import refluent as rf
 from kernels.calls import call
 from poison import poisoned_memory
 from refluent import accuracy, emulator
-from refluent.gpu.plans.sm90 import LARGEST, PLANS, REGISTERS, SHARED_BYTES, backward_plan
+from refluent.gpu.plans.sm90 import PLANS, REGISTERS, SHARED_BYTES, WIDE, backward_plan
 
 pytestmark = pytest.mark.emulator
 ARCH, BACKEND = "sm_90a", "emulate:sm90"
@@ -40,6 +40,13 @@ CASES = {  # head dimensions, (batch, seqlen_q, seqlen_k, heads, heads_kv), opti
     "96": (96, 96, (1, 150, 260, 2, 2), {"causal": True}),
     "88/40 packed, grouped": (88, 40, (None, 213, 209, 4, 2), {"q": (100, 0, 104), "k": (60, 10, 130)}),
     "64/128 causal": (64, 128, (1, 190, 150, 1, 1), {"causal": True}),
+    "192/128": (192, 128, (1, 150, 230, 2, 2), {"causal": True}),
+    "192/128 grouped, deterministic": (192, 128, (1, 140, 130, 4, 2), {"causal": True, "deterministic": True}),
+    "136/64 window, softcap, fp16": (136, 64, (1, 150, 150, 2, 2), {"window": (40, 70), "softcap": 3.0}),
+    "256": (256, 256, (1, 150, 140, 2, 2), {}),
+    "256 grouped, deterministic": (256, 256, (1, 129, 129, 4, 2), {"window": (50, 20), "deterministic": True}),
+    "248/136 packed, grouped": (248, 136, (None, 213, 209, 2, 1), {"q": (100, 0, 104), "k": (60, 10, 130)}),
+    "64/192 seqused": (64, 192, (3, 150, 140, 2, 2), {"seqused_q": (150, 0, 66), "seqused_k": (1, 30, 140)}),
 }
 SAMPLE = {
     "64 causal, odd", "64 seqused, grouped", "128 window, deterministic", "128 packed", "128 softcap, dropout, fp16",
@@ -120,22 +127,18 @@ def test_a_launch_is_as_planned():
     assert {registers[warp] for warp in range(4, 12)} == {plan.compute_registers}
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.head_dim}/{plan.head_dim_v}")
+@pytest.mark.parametrize("plan", [*WIDE, *PLANS], ids=lambda plan: f"{plan.head_dim}/{plan.head_dim_v} {plan.tile_m}")
 def test_plans_fit(plan):
     assert plan.shared_bytes + BARRIERS <= SHARED_BYTES
     assert plan.registers <= REGISTERS
 
 
 def test_every_head_dimension_has_the_smallest_plan():
-    for head_dim in range(8, LARGEST + 1, 8):
-        for head_dim_v in range(8, LARGEST + 1, 8):
-            plan = backward_plan(head_dim, head_dim_v)
-            holds = [p for p in PLANS if p.head_dim >= head_dim and p.head_dim_v >= head_dim_v]
-            assert plan in holds
-            assert plan.head_dim + plan.head_dim_v == min(p.head_dim + p.head_dim_v for p in holds)
-
-
-def test_head_dimensions_that_have_no_plan():
-    q, k, v = (torch.randn(1, 9, 1, 136, dtype=torch.bfloat16) for _ in range(3))
-    with pytest.raises(rf.UnsupportedError, match="its kernels take head dimensions up to 128 yet, got 136"):
-        rf.attention(q, k, v, backend=BACKEND)
+    for head_dim in range(8, 257, 8):
+        for head_dim_v in range(8, 257, 8):
+            for linear in (True, False):
+                plan = backward_plan(head_dim, head_dim_v, linear)
+                holds = [p for p in (*WIDE, *PLANS) if p.head_dim >= head_dim and p.head_dim_v >= head_dim_v]
+                assert plan in holds
+                assert plan.head_dim + plan.head_dim_v == min(p.head_dim + p.head_dim_v for p in holds)
+                assert linear or not plan.narrow_weights

@@ -36,9 +36,11 @@ class Accumulator:
 class BackwardPlan:
     """One CTA owns tile_n keys and walks tile_m queries at a time; head dimensions are the padded ones, in elements.
 
-    128 keys: a compute warpgroup has 64 of them, and P^T and dS^T go from its registers into dV and dK. 128 queries: it
-    has 64 rows of dQ, else half of its columns. narrow_weights: dS takes P from the 16 bits that dV multiplies, and S's
-    registers are free for more queries; not where dS needs something else (softcap's derivative, dropped weights).
+    128 keys: a compute warpgroup has 64 of them, and P^T and dS^T go from its registers into dV and dK. 64 keys: it has
+    half of the queries of S and dP and half of the columns of dV and dK, whose P and dS are then operands in shared
+    memory. 128 queries: it has 64 rows of dQ, else half of its columns.
+    narrow_weights: dS takes P from the 16 bits that dV multiplies, and S's registers are free for more queries; not
+    where dS needs something else (softcap's derivative, dropped weights).
     """
 
     head_dim: int
@@ -48,6 +50,7 @@ class BackwardPlan:
     stages_q: int = 2
     stages_do: int = 2
     stages_ds: int = 2
+    reduce_rounds: int = 1  # pieces of a warpgroup's dQ that take turns in its staging buffer
     narrow_weights: bool = False
     compute_registers: int = 240  # a thread's, by role
     other_registers: int = 24
@@ -58,8 +61,27 @@ class BackwardPlan:
     exchanged = True
 
     @property
+    def by_keys(self) -> bool:
+        """Whether the warpgroups share S, dP, dV and dK by keys."""
+        return self.tile_n == GROUPS * ROWS
+
+    @property
     def dq_by_rows(self) -> bool:
         return self.tile_m == GROUPS * ROWS
+
+    @property
+    def queries(self) -> int:
+        """Queries of S and dP that a warpgroup has."""
+        return self.tile_m if self.by_keys else self.tile_m // GROUPS
+
+    def part(self, head_dim: int) -> int:
+        """Columns of dV or dK that a warpgroup has."""
+        return head_dim if self.by_keys else head_dim // GROUPS
+
+    @property
+    def dq_part(self) -> int:
+        """Columns of dQ that a warpgroup has."""
+        return self.head_dim if self.dq_by_rows else self.head_dim // GROUPS
 
     @property
     def dq(self) -> Accumulator:
@@ -75,13 +97,18 @@ class BackwardPlan:
 
     @property
     def reduce_columns(self) -> int:
-        """Columns of dQ that a warpgroup has."""
-        return self.head_dim if self.dq_by_rows else self.head_dim // GROUPS
+        """Columns of dQ that a warpgroup stages at a time."""
+        return self.dq_part // self.reduce_rounds
 
     @property
     def group_columns(self) -> int:
         """Columns of dV and dK that a warpgroup stages at a time, for grouped heads; K's and V's buffers hold them."""
         return math.gcd(self.head_dim, self.head_dim_v) // 2
+
+    @property
+    def score_buffers(self) -> int:
+        """Of tile_m x tile_n 16-bit elements: dS, and behind it P where it is an operand in shared memory."""
+        return self.stages_ds if self.by_keys else 2 * self.stages_ds
 
     @property
     def shared_map(self) -> dict[str, int]:
@@ -92,8 +119,8 @@ class BackwardPlan:
             "k": self.tile_n * self.head_dim * 2,
             "v": self.tile_n * self.head_dim_v * 2,
             "do": self.stages_do * self.tile_m * self.head_dim_v * 2,
-            "ds": self.stages_ds * self.tile_m * self.tile_n * 2,
-            "dq staging": self.tile_m * self.head_dim * 4,
+            "ds" if self.by_keys else "ds and p": self.score_buffers * self.tile_m * self.tile_n * 2,
+            "dq staging": GROUPS * ROWS * self.reduce_columns * 4,
             "lse": self.stages_q * statistics,
             "dpsum": self.stages_do * statistics,
         }
@@ -113,11 +140,17 @@ SMALL = 64  # up to which the accumulators leave registers for 128 queries
 
 DIMS = tuple((d, dv) for d in PADDED for dv in PADDED)
 WIDE = tuple(BackwardPlan(d, dv, tile_m=128, narrow_weights=True) for d, dv in DIMS if max(d, dv) <= SMALL)
-PLANS = tuple(BackwardPlan(d, dv, tile_m=64, stages_q=3) for d, dv in DIMS)
-LARGEST = PADDED[-1]
+PLANS = (
+    *(BackwardPlan(d, dv, tile_m=64, stages_q=3) for d, dv in DIMS),
+    BackwardPlan(192, 128, tile_m=64, tile_n=64),
+    BackwardPlan(256, 256, tile_m=64, tile_n=64, stages_do=1, reduce_rounds=2),
+)
 
 
 def backward_plan(head_dim: int, head_dim_v: int, linear: bool = True) -> BackwardPlan:
-    """The smallest plan that holds these head dimensions, LARGEST at most. linear: dS is P times something."""
+    """The smallest plan that holds these head dimensions, which may be all that a Problem allows.
+
+    linear: there is neither softcap nor dropout, so that dS is P times something.
+    """
     plans = (*WIDE, *PLANS) if linear else PLANS
     return next(plan for plan in plans if head_dim <= plan.head_dim and head_dim_v <= plan.head_dim_v)

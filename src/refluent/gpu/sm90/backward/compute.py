@@ -7,8 +7,9 @@
               dQ(i) = dS(i) K, dK += dS(i)^T Q(i) issued; dQ(i) is staged
 
 so that some product is under way whenever a warpgroup computes. P and dS in 16 bits share registers: dV has read P when
-S(i+1) has begun. Each has 64 keys and all queries of a block: a thread
-has two keys (rows of S^T) and of every 8 queries two neighbours.
+S(i+1) has begun. Where P goes through shared memory, dV is issued after the meeting, before dQ.
+Each warpgroup has 64 keys and all queries of a block, or half of the queries: a thread has two keys (rows of S^T) and
+of every 8 queries two neighbours.
 Everything a score function does happens in `weights`, and what its gradient does in `grad_scores`: score_mod and
 mask_mod plug in there.
 """
@@ -27,7 +28,7 @@ from refluent.gpu.device.philox import kept_queries
 from refluent.gpu.device.pipeline import arrive
 from refluent.gpu.device.work import Tile
 from refluent.gpu.plans.sm90 import GROUPS, ROWS
-from refluent.gpu.sm90.backward.chunks import first_column, first_row, stage_chunk
+from refluent.gpu.sm90.backward.chunks import first_column, first_row, held, stage_chunk
 from refluent.gpu.sm90.backward.context import COMPUTE_BARRIER, COMPUTE_WARP, Context
 from refluent.gpu.sm90.backward.epilogue import store_grads
 from refluent.gpu.sm90.backward.products import multiply
@@ -38,30 +39,35 @@ LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Share:
-    """A thread's place: `thread` of warpgroup `group`; its keys are `row` and `row` + 8 of the tile, its queries
-    `query` and `query` + 1 of every 8."""
+    """A thread's place: `thread` of warpgroup `group`, which has 64 keys of the tile from `group_key` and `queries`
+    queries from `group_query`; the thread has two keys, `key` and `key` + 8, and of every 8 queries two, from `query`.
+    """
 
     group: cutlass.Int32
     thread: cutlass.Int32
-    row: cutlass.Int32
+    group_key: cutlass.Int32
+    group_query: cutlass.Int32
+    key: cutlass.Int32
     query: cutlass.Int32
+    queries: cutlass.Constexpr
 
     @staticmethod
-    def make() -> Share:
+    def make(plan) -> Share:
         index = cute.arch.thread_idx()[0] - 32 * COMPUTE_WARP
         group = cute.arch.make_warp_uniform(index // 128)
         thread = index % 128
-        return Share(group, thread, group * ROWS + first_row(thread), first_column(thread))
+        key, query = (group * ROWS, 0) if plan.by_keys else (0, group * plan.queries)
+        return Share(group, thread, key, query, key + first_row(thread), query + first_column(thread), plan.queries)
 
     def of_statistic(self, ring: cute.Tensor, stage) -> cute.Tensor:
-        """(2, tile_m / 8): the thread's queries of a (tile_m, stages) buffer."""
+        """(2, queries / 8): the thread's queries of a (tile_m, stages) buffer."""
         start = (ring[None, stage].iterator + self.query).align(8)
-        return cute.make_tensor(start, cute.make_layout((2, ring.shape[0] // 8), stride=(1, 8)))
+        return cute.make_tensor(start, cute.make_layout((2, self.queries // 8), stride=(1, 8)))
 
 
 @dataclass(frozen=True)
 class Fragments:
-    """Operands of the products in shared memory, as descriptors; a last mode is the stage."""
+    """Operands of the products in shared memory, as descriptors; a last mode is the stage. ds_t: P too."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -71,6 +77,7 @@ class Fragments:
     q_t: cute.Tensor
     k_t: cute.Tensor
     do_t: cute.Tensor
+    ds_t: cute.Tensor | None
 
     @staticmethod
     def make(ctx: Context, share: Share) -> Fragments:
@@ -93,12 +100,13 @@ class Fragments:
             q_t=b(p.dk, shared.q_t),
             k_t=b(p.dq, shared.k_t),
             do_t=b(p.dv, shared.do_t),
+            ds_t=None if ctx.plan.by_keys else a(p.dk, shared.ds_t),
         )
 
 
 @dataclass(frozen=True)
 class Registers:
-    """A thread's accumulators; `packed`: P, then dS, in 16 bits as an A operand, in the same order."""
+    """A thread's accumulators; `packed`: P, then dS, in 16 bits and the same order, which is that of an A operand."""
 
     s: cute.Tensor
     dp: cute.Tensor
@@ -114,13 +122,18 @@ class Registers:
         def accumulator(product, rows, columns):
             return product.mma.make_fragment_C(product.mma.partition_shape_C((rows, columns)))
 
+        packed = cute.make_layout(plan.queries // 2)
+        if plan.by_keys:
+            packed = products.dv.mma.make_fragment_A(
+                products.dv.mma.partition_shape_A((plan.tile_n, plan.tile_m))
+            ).layout
         return Registers(
             s=accumulator(products.s, plan.tile_n, plan.tile_m),
             dp=accumulator(products.dp, plan.tile_n, plan.tile_m),
             dq=accumulator(products.dq, plan.tile_m, plan.head_dim),
             dk=accumulator(products.dk, plan.tile_n, plan.head_dim),
             dv=accumulator(products.dv, plan.tile_n, plan.head_dim_v),
-            packed=products.dv.mma.make_fragment_A(products.dv.mma.partition_shape_A((plan.tile_n, plan.tile_m))),
+            packed=cute.make_rmem_tensor(packed, ctx.static.dtype),
         )
 
 
@@ -138,7 +151,7 @@ def pairs(packed: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def compute(ctx: Context):
-    share = Share.make()
+    share = Share.make(ctx.plan)
     frags = Fragments.make(ctx, share)
     step, tiles = cutlass.Int32(0), cutlass.Int32(0)
     first, stride = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
@@ -151,7 +164,7 @@ def compute(ctx: Context):
 
 
 def uniform(tile: Tile) -> Tile:
-    """The same, where the compiler sees that it is so in all threads: descriptors and counters then need no registers."""
+    """The same, known to the compiler to be so in all threads: then descriptors and counters need no registers."""
     numbers = {f.name: cute.arch.make_warp_uniform(cutlass.Int32(getattr(tile, f.name))) for f in fields(tile)}
     return Tile(**{**numbers, "exists": numbers["exists"] != 0})
 
@@ -206,28 +219,38 @@ def compute_step(
         cute.arch.make_warp_uniform(stage)
         for stage in (bars.q.stage(step), bars.do.stage(step), step % ctx.plan.stages_ds)
     )
+    plan = ctx.plan
     do, do_t = frags.do[None, None, None, do_stage], frags.do_t[None, None, None, do_stage]
     bars.do.wait_full(step)
     multiply(products.dp, regs.dp, frags.v[None, None, None, 0], do, False)
     kept = weights(ctx, tile, m_block, share, regs, share.of_statistic(shared.lse, q_stage))
-    multiply(products.dv, regs.dv, regs.packed, do_t, True)
-    warpgroup.wait_group(1)  # dP is there
-    grad_scores(ctx, regs, share.of_statistic(shared.dpsum, do_stage), kept)
-    if cutlass.const_expr(following and not ctx.plan.narrow_weights):
-        scores(ctx, frags, regs, step + 1)
-        warpgroup.wait_group(1)  # dV is there
+    if cutlass.const_expr(plan.by_keys):
+        multiply(products.dv, regs.dv, regs.packed, do_t, True)
     else:
-        warpgroup.wait_group(0)
-    arrive(bars.do.empty_at(step))
+        store_scores(ctx, regs, share, plan.stages_ds + ds_stage)
+    warpgroup.wait_group(1 if plan.by_keys else 0)  # dP is there
+    grad_scores(ctx, regs, share.of_statistic(shared.dpsum, do_stage), kept)
+    early = following and plan.by_keys and not plan.narrow_weights
+    if cutlass.const_expr(early):
+        scores(ctx, frags, regs, step + 1)
+    if cutlass.const_expr(plan.by_keys):
+        warpgroup.wait_group(1 if early else 0)  # dV is there
+        arrive(bars.do.empty_at(step))
     narrow_scores(ctx, regs)
     store_scores(ctx, regs, share, ds_stage)
-    if cutlass.const_expr(following and ctx.plan.narrow_weights):
+    if cutlass.const_expr(following and not early):
         scores(ctx, frags, regs, step + 1)  # dP's registers are free only now
     cute.arch.barrier(barrier_id=COMPUTE_BARRIER, number_of_threads=THREADS)  # all of dS is there
+    ds_t = regs.packed
+    if cutlass.const_expr(not plan.by_keys):
+        multiply(products.dv, regs.dv, frags.ds_t[None, None, None, plan.stages_ds + ds_stage], do_t, True)
+        ds_t = frags.ds_t[None, None, None, ds_stage]
     ds, k_t = frags.ds[None, None, None, ds_stage], frags.k_t[None, None, None, 0]
     multiply(products.dq, regs.dq, ds, k_t, False)
-    multiply(products.dk, regs.dk, regs.packed, frags.q_t[None, None, None, q_stage], True)
+    multiply(products.dk, regs.dk, ds_t, frags.q_t[None, None, None, q_stage], True)
     warpgroup.wait_group(1)  # dQ is there
+    if cutlass.const_expr(not plan.by_keys):
+        arrive(bars.do.empty_at(step))
     stage_queries(ctx, regs, share, step)
     warpgroup.wait_group(0)
     arrive(bars.q.empty_at(step))
@@ -236,13 +259,15 @@ def compute_step(
 @cute.jit
 def stage_queries(ctx: Context, regs: Registers, share: Share, step: cutlass.Int32):
     """The warpgroup's part of dQ into its staging buffer."""
-    columns, ring = ctx.plan.reduce_columns, ctx.barriers.dq
-    use = step * GROUPS + share.group
-    ring.wait_empty(use)
-    stage_chunk(ctx.shared.staging.iterator + share.group * (ROWS * columns), regs.dq.iterator, columns, share.thread)
-    cute.arch.fence_view_async_shared()
-    cute.arch.sync_warp()
-    arrive(ring.full_at(use))
+    columns, rounds, ring = ctx.plan.reduce_columns, ctx.plan.reduce_rounds, ctx.barriers.dq
+    buffer = ctx.shared.staging[None, share.group].iterator
+    for piece in cutlass.range_constexpr(rounds):
+        use = (step * rounds + piece) * GROUPS + share.group
+        ring.wait_empty(use)
+        stage_chunk(buffer, regs.dq.iterator + piece * held(columns), columns, share.thread)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        arrive(ring.full_at(use))
 
 
 @cute.jit
@@ -254,23 +279,23 @@ def weights(ctx: Context, tile: Tile, m_block: cutlass.Int32, share: Share, regs
     """
     call, static, plan = ctx.call, ctx.static, ctx.plan
     first_key, first_query = tile.n_block * plan.tile_n, m_block * plan.tile_m
-    keys, query = (first_key + share.row, first_key + share.row + 8), first_query + share.query
+    keys, query = (first_key + share.key, first_key + share.key + 8), first_query + share.query
     s, packed = by_query(regs.s), pairs(regs.packed)
     kept = (cutlass.Uint64(0), cutlass.Uint64(0))
     if cutlass.const_expr(static.dropout):
         stream = tile.batch * call.heads + tile.head
         state, keep_from = ctx.scores.philox, ctx.scores.keep_from
-        kept = tuple(kept_queries(state, keep_from, stream, query, key, plan.tile_m // 4, 8) for key in keys)
+        kept = tuple(kept_queries(state, keep_from, stream, query, key, share.queries // 4, 8) for key in keys)
     seen = tuple(call.window.columns(key, query, tile.len_q, tile.len_k) for key in keys)
     if cutlass.const_expr(not static.softcap):
-        group_key = first_key + share.group * ROWS
-        if not call.window.whole(group_key, first_query, ROWS, plan.tile_m, tile.len_q, tile.len_k):
-            for eight, r, e in cutlass.const_expr(places(plan.tile_m)):
+        group_key, group_query = first_key + share.group_key, first_query + share.group_query
+        if not call.window.whole(group_key, group_query, ROWS, share.queries, tile.len_q, tile.len_k):
+            for eight, r, e in cutlass.const_expr(places(share.queries)):
                 low, high = seen[r]
                 column = eight * 8 + e
                 s[e, r, eight] = s[e, r, eight] if column >= low and column <= high else -cutlass.Float32.inf
     minus_lse = cute.make_rmem_tensor(cute.make_layout(2), cutlass.Float32)
-    for eight in cutlass.range_constexpr(plan.tile_m // 8):
+    for eight in cutlass.range_constexpr(share.queries // 8):
         cute.autovec_copy(lse[None, eight], minus_lse)
         for r in cutlass.range_constexpr(2):
             score, slope = (s[0, r, eight], s[1, r, eight]), None
@@ -292,9 +317,9 @@ def weights(ctx: Context, tile: Tile, m_block: cutlass.Int32, share: Share, regs
     return kept
 
 
-def places(tile_m: int) -> tuple[tuple[int, int, int], ...]:
+def places(queries: int) -> tuple[tuple[int, int, int], ...]:
     """(eight, row, neighbour) of a thread's scores."""
-    return tuple((eight, r, e) for eight in range(tile_m // 8) for r in range(2) for e in range(2))
+    return tuple((eight, r, e) for eight in range(queries // 8) for r in range(2) for e in range(2))
 
 
 @cute.jit
@@ -322,7 +347,7 @@ def grad_scores(ctx: Context, regs: Registers, dpsum: cute.Tensor, kept):
     """dS = P (dP - dPsum) in place of dP; dropped scores have dP = 0."""
     p, dp, packed = by_query(regs.s), by_query(regs.dp), pairs(regs.packed)
     sums = cute.make_rmem_tensor(cute.make_layout(2), cutlass.Float32)
-    for eight in cutlass.range_constexpr(ctx.plan.tile_m // 8):
+    for eight in cutlass.range_constexpr(ctx.plan.queries // 8):
         cute.autovec_copy(dpsum[None, eight], sums)
         for r in cutlass.range_constexpr(2):
             arrived = kept_part(ctx, (dp[0, r, eight], dp[1, r, eight]), kept[r], eight)
@@ -337,14 +362,14 @@ def grad_scores(ctx: Context, regs: Registers, dpsum: cute.Tensor, kept):
 def narrow_scores(ctx: Context, regs: Registers):
     """dS in 16 bits, as dK's product takes it."""
     ds, packed = by_query(regs.dp), pairs(regs.packed)
-    for eight in cutlass.range_constexpr(ctx.plan.tile_m // 8):
+    for eight in cutlass.range_constexpr(ctx.plan.queries // 8):
         for r in cutlass.range_constexpr(2):
             packed[r, eight] = pack((ds[0, r, eight], ds[1, r, eight]), ctx.static.dtype)
 
 
 @cute.jit
 def store_scores(ctx: Context, regs: Registers, share: Share, stage):
-    """The same into shared memory, where the keys of a query are contiguous, as dQ's product reads it."""
+    """P or dS in 16 bits into shared memory, where the keys of a query are contiguous, as dQ's product reads dS."""
     source = cute.make_tensor(regs.packed.iterator, regs.dp.layout)
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), ctx.static.dtype)
     copy = cute.make_tiled_copy_C(atom, ctx.products.s.mma).get_slice(share.group * 128 + share.thread)

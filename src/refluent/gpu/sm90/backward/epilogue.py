@@ -24,8 +24,11 @@ GROUP_THREADS = 128
 def store_grads(
     ctx: Context, tile: Tile, group: cutlass.Int32, thread: cutlass.Int32, dk: cute.Tensor, dv: cute.Tensor
 ):
-    """Both gradients of the tile; warpgroup `group` has 64 of its keys. Thread 0 returns when the buffers are free."""
-    products, shared, stores = ctx.products, ctx.shared, ctx.stores
+    """Both gradients of the tile, of which the warpgroup has 64 keys, or half of the columns.
+
+    Thread 0 returns when the buffers are free.
+    """
+    plan, products, shared, stores = ctx.plan, ctx.products, ctx.shared, ctx.stores
     cute.arch.barrier(barrier_id=COMPUTE_BARRIER, number_of_threads=GROUPS * GROUP_THREADS)
     if cutlass.const_expr(ctx.call.group == 1):
         narrow(ctx, products.dv, dv, shared.v, cutlass.Float32(1.0), group, thread)
@@ -33,8 +36,8 @@ def store_grads(
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=GROUP_THREADS)
         if thread < 32:
-            store_rows(ctx, tile, group, stores.dv_atom, stores.dv, shared.v, ctx.plan.head_dim_v)
-            store_rows(ctx, tile, group, stores.dk_atom, stores.dk, shared.k, ctx.plan.head_dim)
+            store_rows(ctx, tile, group, stores.dv_atom, stores.dv, shared.v, plan.part(plan.head_dim_v))
+            store_rows(ctx, tile, group, stores.dk_atom, stores.dk, shared.k, plan.part(plan.head_dim))
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()  # only one thread of the warp had something to wait for
@@ -65,14 +68,15 @@ def store_rows(
     shared: cute.Tensor,
     columns: cutlass.Constexpr,
 ):
-    """The warpgroup's keys from a buffer to global memory, by one warp; nothing outside the sequence is written."""
+    """The warpgroup's part from a buffer to global memory, by one warp; nothing outside the sequence is written."""
     rows = sequence_rows(target, ctx.call.keys, tile.batch, tile.head, tile.len_k)
-    boxes = cute.local_tile(rows, (ROWS, columns), (None, 0))
-    part = cute.local_tile(shared[None, None, 0], (ROWS, columns), (group, 0))
+    place, keys = ((group, 0), tile.n_block * GROUPS + group) if ctx.plan.by_keys else ((0, group), tile.n_block)
+    boxes = cute.local_tile(rows, (ROWS, columns), (None, place[1]))
+    part = cute.local_tile(shared[None, None, 0], (ROWS, columns), place)
     source, slots = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(part, 0, 2), cute.group_modes(boxes, 0, 2)
     )
-    cute.copy(atom, source, slots[None, tile.n_block * GROUPS + group])
+    cute.copy(atom, source, slots[None, keys])
 
 
 @cute.jit
@@ -85,9 +89,9 @@ def add_rows(ctx: Context, tile: Tile, group: cutlass.Int32, thread: cutlass.Int
             turn = targets.dkv_turn[tile.kv_head, None]
             wait_turn(turn.iterator + 2 * block + group, tile.head % ctx.call.group)
     staged = cute.recast_ptr(ctx.shared.k.iterator, cute.make_swizzle(0, 4, 3), dtype=cutlass.Float32)
-    buffer = staged + group * (ROWS * (plan.head_dim + plan.head_dim_v) // 2)
-    add_columns(ctx, group, thread, buffer, targets.dv_accum[tile.kv_head, block, group, None, None], dv)
-    add_columns(ctx, group, thread, buffer, targets.dk_accum[tile.kv_head, block, group, None, None], dk)
+    buffer = staged + group * (plan.tile_n * (plan.head_dim + plan.head_dim_v) // (2 * GROUPS))
+    add_columns(ctx, group, thread, buffer, targets.dv_accum[tile.kv_head, block, None, None, None], dv)
+    add_columns(ctx, group, thread, buffer, targets.dk_accum[tile.kv_head, block, None, None, None], dk)
     if thread == 0:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
     if cutlass.const_expr(ctx.static.deterministic):
@@ -106,9 +110,10 @@ def add_columns(
     target: cute.Tensor,
     acc: cute.Tensor,
 ):
-    """A warpgroup's rows of one accumulator to its place in the workspace (chunks, elements of one)."""
+    """A warpgroup's part of one accumulator to the workspace (64-row blocks, chunks of columns, elements of one)."""
     width = ctx.plan.group_columns
-    for chunk in cutlass.range_constexpr(target.shape[0]):
+    chunks = cute.size(acc) // held(width)
+    for chunk in cutlass.range_constexpr(chunks):
         if thread == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=GROUP_THREADS)
@@ -116,5 +121,6 @@ def add_columns(
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=GROUP_THREADS)
         if thread == 0:
-            bulk_reduce_add(target[chunk, None].iterator, buffer, ROWS * width * 4)
+            rows, place = (group, chunk) if ctx.plan.by_keys else (0, group * chunks + chunk)
+            bulk_reduce_add(target[rows, place, None].iterator, buffer, ROWS * width * 4)
             cute.arch.cp_async_bulk_commit_group()

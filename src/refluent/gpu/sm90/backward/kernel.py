@@ -6,7 +6,7 @@ docs/kernels/sm90-backward.md for the pipeline and the memory map.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -21,7 +21,7 @@ from refluent.gpu.sm90.backward import context
 from refluent.gpu.sm90.backward.compute import compute
 from refluent.gpu.sm90.backward.context import Context, Scores, Sources, Stores, Targets
 from refluent.gpu.sm90.backward.load import load
-from refluent.gpu.sm90.backward.products import Layouts, Products
+from refluent.gpu.sm90.backward.products import Layouts, Products, layout
 from refluent.gpu.sm90.backward.reduce import reduce
 from refluent.gpu.sm90.backward.storage import init_barriers, make_barriers, make_shared
 from refluent.gpu.sm100.backward.context import Static
@@ -125,19 +125,21 @@ def make_sources(views, lse_log2, dpsum, layouts: Layouts, plan) -> Sources:
     tiles = ((layouts.q, (m, d)), (layouts.do, (m, dv)), (layouts.k, (n, d)), (layouts.v, (n, dv)))
     op = cpasync.CopyBulkTensorTileG2SOp()
     q, do, k, v = (
-        cpasync.make_tiled_tma_atom(op, view, cute.select(layout, mode=[0, 1]), tile)
-        for view, (layout, tile) in zip(views, tiles)
+        cpasync.make_tiled_tma_atom(op, view, cute.select(box, mode=[0, 1]), tile)
+        for view, (box, tile) in zip(views, tiles)
     )
     return Sources(*q, *k, *v, *do, lse_log2, dpsum)
 
 
 def make_stores(views, dtype, plan) -> Stores:
     """TMA atoms for a warpgroup's boxes of dk and dv, which leave through the buffers of K and V."""
-    layouts = Layouts.make(dtype, replace(plan, tile_n=ROWS))
-    tiles = ((layouts.k, (ROWS, plan.head_dim)), (layouts.v, (ROWS, plan.head_dim_v)))
+    tiles = tuple(
+        (layout(dtype, ROWS, plan.part(head_dim), 1, whole), (ROWS, plan.part(head_dim)))
+        for head_dim, whole in ((plan.head_dim, plan.dq_part), (plan.head_dim_v, plan.part(plan.head_dim_v)))
+    )
     op = cpasync.CopyBulkTensorTileS2GOp()
     dk, dv = (
-        cpasync.make_tiled_tma_atom(op, view, cute.select(layout, mode=[0, 1]), tile)
-        for view, (layout, tile) in zip(views, tiles)
+        cpasync.make_tiled_tma_atom(op, view, cute.select(box, mode=[0, 1]), tile)
+        for view, (box, tile) in zip(views, tiles)
     )
     return Stores(*dk, *dv)

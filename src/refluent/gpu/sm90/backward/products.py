@@ -7,6 +7,8 @@ dV  += P^T dO   tile_n, Dv, tile_m     P^T, registers           dO, MN-major    
 dK  += dS^T Q   tile_n, D, tile_m      dS^T, registers          Q, MN-major        64 keys
 dQ   = dS K     tile_m, D, tile_n      dS, K-major              K, MN-major        64 queries, or half of the columns
 
+Of a plan with 64 keys a warpgroup has half of the columns of every product, and P^T and dS^T lie in shared memory.
+
 The accumulators of S^T and dP^T hold, in 16 bits, what the fragments of P^T and dS^T are: value for value in the same
 registers. Q, K and dO are read both K-major and MN-major: the two layouts put the same element at the same byte.
 """
@@ -47,7 +49,7 @@ class Products:
 
     @staticmethod
     def make(dtype, plan: BackwardPlan) -> Products:
-        def product(columns, a_major, b_major, shares=KEYS, a_source=SHARED) -> Product:
+        def product(columns, a_major, b_major, shares, a_source=SHARED) -> Product:
             size = (ROWS, columns // shares[1])
             return Product(
                 hopper_helpers.make_trivial_tiled_mma(
@@ -56,11 +58,13 @@ class Products:
                 shares,
             )
 
+        shares = KEYS if plan.by_keys else COLUMNS
+        a_major, a_source = (K_MAJOR, REGISTERS) if plan.by_keys else (MN_MAJOR, SHARED)
         return Products(
-            s=product(plan.tile_m, K_MAJOR, K_MAJOR),
-            dp=product(plan.tile_m, K_MAJOR, K_MAJOR),
-            dv=product(plan.head_dim_v, K_MAJOR, MN_MAJOR, KEYS, REGISTERS),
-            dk=product(plan.head_dim, K_MAJOR, MN_MAJOR, KEYS, REGISTERS),
+            s=product(plan.tile_m, K_MAJOR, K_MAJOR, shares),
+            dp=product(plan.tile_m, K_MAJOR, K_MAJOR, shares),
+            dv=product(plan.head_dim_v, a_major, MN_MAJOR, shares, a_source),
+            dk=product(plan.head_dim, a_major, MN_MAJOR, shares, a_source),
             dq=product(plan.head_dim, K_MAJOR, MN_MAJOR, KEYS if plan.dq_by_rows else COLUMNS),
         )
 
@@ -79,11 +83,11 @@ class Layouts:
     def make(dtype, plan: BackwardPlan) -> Layouts:
         m, n, d, dv = plan.tile_m, plan.tile_n, plan.head_dim, plan.head_dim_v
         return Layouts(
-            q=layout(dtype, m, d, plan.stages_q, d),
-            k=layout(dtype, n, d, 1, plan.reduce_columns),
-            v=layout(dtype, n, dv, 1, dv),
-            do=layout(dtype, m, dv, plan.stages_do, dv),
-            ds=layout(dtype, m, n, plan.stages_ds, ROWS),
+            q=layout(dtype, m, d, plan.stages_q, plan.part(d)),
+            k=layout(dtype, n, d, 1, plan.dq_part),
+            v=layout(dtype, n, dv, 1, plan.part(dv)),
+            do=layout(dtype, m, dv, plan.stages_do, plan.part(dv)),
+            ds=layout(dtype, m, n, plan.score_buffers, ROWS),
         )
 
 

@@ -1,7 +1,7 @@
 """The reduce role, one warp: dQ of a step from its staging buffer into its float32 accumulator in global memory.
 
-The compute warpgroups stage dQ as it lies in global memory, each its own part, and each part leaves by one bulk
-reduce-add.
+The compute warpgroups stage dQ as it lies in global memory, each its own part, whole or in pieces, and each
+piece leaves by one bulk reduce-add.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from refluent.gpu.device.copies import bulk_reduce_add
 from refluent.gpu.device.semaphore import release_turn, wait_turn
 from refluent.gpu.device.work import Tile
-from refluent.gpu.plans.sm90 import GROUPS
+from refluent.gpu.plans.sm90 import GROUPS, ROWS
 from refluent.gpu.sm90.backward.context import Context
 
 
@@ -33,23 +33,26 @@ def reduce(ctx: Context):
 @cute.jit
 def reduce_step(ctx: Context, tile: Tile, m_block: cutlass.Int32, block: cutlass.Int32, step: cutlass.Int32):
     """dQ of one step; `block` is the query block's place in the workspace."""
-    plan, bars = ctx.plan, ctx.barriers
+    plan, bars, rounds = ctx.plan, ctx.barriers, ctx.plan.reduce_rounds
     lane = cute.arch.lane_idx()  # one thread does it all: bulk groups are a thread's own
-    part = plan.tile_m * plan.head_dim // GROUPS  # elements
-    target = ctx.targets.dq[tile.head, block, None, None, None]
+    size = ROWS * plan.reduce_columns  # elements of a piece
+    target = ctx.targets.dq[tile.head, block, None, None, None].iterator
     if cutlass.const_expr(ctx.static.deterministic):
         if lane == 0:
             turn = ctx.targets.dq_turn[tile.head, None]
             wait_turn(turn.iterator + block, ctx.call.rank(tile, m_block))
-    for group in cutlass.range_constexpr(GROUPS):
-        bars.dq.wait_full(step * GROUPS + group)
-        if lane == 0:
-            bulk_reduce_add(target.iterator + group * part, ctx.shared.staging.iterator + group * part, part * 4)
-            cute.arch.cp_async_bulk_commit_group()
-    for group in cutlass.range_constexpr(GROUPS):
-        if lane == 0:
-            cute.arch.cp_async_bulk_wait_group(GROUPS - 1 - group, read=True)
-            cute.arch.mbarrier_arrive(bars.dq.empty_at(step * GROUPS + group))
+    for piece in cutlass.range_constexpr(rounds):
+        use = (step * rounds + piece) * GROUPS
+        for group in cutlass.range_constexpr(GROUPS):
+            bars.dq.wait_full(use + group)
+            if lane == 0:
+                place = target + (group * rounds + piece) * size
+                bulk_reduce_add(place, ctx.shared.staging[None, group].iterator, size * 4)
+                cute.arch.cp_async_bulk_commit_group()
+        for group in cutlass.range_constexpr(GROUPS):
+            if lane == 0:
+                cute.arch.cp_async_bulk_wait_group(GROUPS - 1 - group, read=True)
+                cute.arch.mbarrier_arrive(bars.dq.empty_at(use + group))
     if cutlass.const_expr(ctx.static.deterministic):
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0)

@@ -7,8 +7,8 @@ q           TMA of Q, bulk copy of LSE -> compute            compute, 8 warps, a
 do          TMA of dO, bulk copy of dPsum -> compute         compute, 8 warps, after dV
 dq          compute -> reduce, a stage a warpgroup           reduce: the bulk reduce-add has read it
 
-dS has no ring: the compute warpgroups meet at a named barrier when it is written, and of two stages the one that a
-warpgroup writes next was read before the other one came to that barrier.
+dS has no ring, nor has P in shared memory: the compute warpgroups meet at a named barrier when they are written, and of
+two stages the one that a warpgroup writes next was read before the other one came to that barrier.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 
 from refluent.gpu.device.pipeline import Ring
-from refluent.gpu.plans.sm90 import GROUPS, BackwardPlan
+from refluent.gpu.plans.sm90 import GROUPS, ROWS, BackwardPlan
 from refluent.gpu.sm90.backward.products import Layouts, turned
 
 GROUP_WARPS = 4
@@ -71,7 +71,7 @@ def init_barriers(barriers: Barriers):
 class Shared:
     """Operand and staging buffers (rows, columns, stages); `*_t` reads the same bytes as (columns, rows, stages).
 
-    `staging` (tile_m * head_dim) and the statistics (tile_m, stages) are float32.
+    `staging` (64 * reduce_columns, warpgroups) and the statistics (tile_m, stages) are float32.
     """
 
     q: cute.Tensor
@@ -99,7 +99,7 @@ def make_shared(memory, dtype, plan: BackwardPlan, layouts: Layouts) -> Shared:
         return memory.allocate_tensor(cutlass.Float32, layout, byte_alignment=128)
 
     k, v, q, do, ds = (operand(layout) for layout in (layouts.k, layouts.v, layouts.q, layouts.do, layouts.ds))
-    staged = cute.make_layout(plan.tile_m * plan.head_dim)
+    staged = cute.make_layout((ROWS * plan.reduce_columns, GROUPS))
     return Shared(
         q,
         k,
