@@ -13,7 +13,7 @@ import refluent as rf
 from kernels.calls import call
 from poison import poisoned_memory
 from refluent import accuracy, emulator
-from refluent.gpu.plans.sm90 import PLANS, REGISTERS, SHARED_BYTES, WIDE, backward_plan
+from refluent.gpu.plans.sm90 import LINEAR_PLANS, PLANS, REGISTERS, SHARED_BYTES, backward_plan
 
 pytestmark = pytest.mark.emulator
 ARCH, BACKEND = "sm_90a", "emulate:sm90"
@@ -127,7 +127,9 @@ def test_a_launch_is_as_planned():
     assert {registers[warp] for warp in range(4, 12)} == {plan.compute_registers}
 
 
-@pytest.mark.parametrize("plan", [*WIDE, *PLANS], ids=lambda plan: f"{plan.head_dim}/{plan.head_dim_v} {plan.tile_m}")
+@pytest.mark.parametrize(
+    "plan", [*LINEAR_PLANS, *PLANS], ids=lambda plan: f"{plan.head_dim}/{plan.head_dim_v} {plan.narrow_weights}"
+)
 def test_plans_fit(plan):
     assert plan.shared_bytes + BARRIERS <= SHARED_BYTES
     assert plan.registers <= REGISTERS
@@ -138,7 +140,7 @@ def test_every_head_dimension_has_the_smallest_plan():
         for head_dim_v in range(8, 257, 8):
             for linear in (True, False):
                 plan = backward_plan(head_dim, head_dim_v, linear)
-                holds = [p for p in (*WIDE, *PLANS) if p.head_dim >= head_dim and p.head_dim_v >= head_dim_v]
+                holds = [p for p in (*LINEAR_PLANS, *PLANS) if p.head_dim >= head_dim and p.head_dim_v >= head_dim_v]
                 assert plan in holds
                 assert plan.head_dim + plan.head_dim_v == min(p.head_dim + p.head_dim_v for p in holds)
-                assert linear or not plan.narrow_weights
+                assert plan.narrow_weights == linear

@@ -22,8 +22,8 @@ def sub2(a, b):
 def pack(pair, dtype):
     """Two float32 numbers as 16-bit ones in a word, the first in the low half.
 
-    Written out, for a conversion that the compiler knows it takes apart where the halves are read again (unpack), and
-    keeps each in a register of its own.
+    Written out, for a conversion that the compiler knows it takes apart where the halves are read again, and keeps each
+    in a register of its own.
     """
     kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
     return cute.arch.inline_ptx(
@@ -31,15 +31,6 @@ def pack(pair, dtype):
         write_only_types=[cutlass.Uint32],
         read_only_args=[pair[1], pair[0]],
     )
-
-
-def unpack(word, dtype):
-    """The two halves of a word in float32."""
-    if dtype is cutlass.BFloat16:
-        code = "shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xFFFF0000;"
-    else:
-        code = "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.f32.f16 {$w0}, l; cvt.f32.f16 {$w1}, h; }"
-    return cute.arch.inline_ptx(code, write_only_types=[cutlass.Float32] * 2, read_only_args=[word])
 
 
 def exp2(x):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SHARED_BYTES = 232_448  # a CTA's limit, 227 KB
 REGISTERS = 65_536  # a CTA's
@@ -39,8 +39,8 @@ class BackwardPlan:
     128 keys: a compute warpgroup has 64 of them, and P^T and dS^T go from its registers into dV and dK. 64 keys: it has
     half of the queries of S and dP and half of the columns of dV and dK, whose P and dS are then operands in shared
     memory. 128 queries: it has 64 rows of dQ, else half of its columns.
-    narrow_weights: dS takes P from the 16 bits that dV multiplies, and S's registers are free for more queries; not
-    where dS needs something else (softcap's derivative, dropped weights).
+    narrow_weights: dS takes P from the 16 bits that dV multiplies, which frees S's registers early; not where dS needs
+    something else (softcap's derivative, dropped weights).
     """
 
     head_dim: int
@@ -59,6 +59,11 @@ class BackwardPlan:
     transposed_q = False
     transposed_kv = False
     exchanged = True
+
+    @property
+    def early_scores(self) -> bool:
+        """Whether there are registers for S of the next step beside dP of this one."""
+        return self.narrow_weights and self.tile_m <= ROWS
 
     @property
     def by_keys(self) -> bool:
@@ -136,14 +141,20 @@ class BackwardPlan:
 
 
 PADDED = (32, 64, 96, 128)  # head dimensions, of q and k and of v
-SMALL = 64  # up to which the accumulators leave registers for 128 queries
-
+SMALL = 64  # up to which the accumulators leave registers for 128 queries, if P's are narrow
 DIMS = tuple((d, dv) for d in PADDED for dv in PADDED)
-WIDE = tuple(BackwardPlan(d, dv, tile_m=128, narrow_weights=True) for d, dv in DIMS if max(d, dv) <= SMALL)
+
+# of every call, and of those in which dS is P times something
 PLANS = (
     *(BackwardPlan(d, dv, tile_m=64, stages_q=3) for d, dv in DIMS),
     BackwardPlan(192, 128, tile_m=64, tile_n=64),
     BackwardPlan(256, 256, tile_m=64, tile_n=64, stages_do=1, reduce_rounds=2),
+)
+LINEAR_PLANS = tuple(
+    replace(plan, narrow_weights=True)
+    if max(plan.head_dim, plan.head_dim_v) > SMALL
+    else BackwardPlan(plan.head_dim, plan.head_dim_v, tile_m=128, narrow_weights=True)
+    for plan in PLANS
 )
 
 
@@ -152,5 +163,5 @@ def backward_plan(head_dim: int, head_dim_v: int, linear: bool = True) -> Backwa
 
     linear: there is neither softcap nor dropout, so that dS is P times something.
     """
-    plans = (*WIDE, *PLANS) if linear else PLANS
+    plans = LINEAR_PLANS if linear else PLANS
     return next(plan for plan in plans if head_dim <= plan.head_dim and head_dim_v <= plan.head_dim_v)

@@ -6,8 +6,8 @@
               S(i+1) issued; dS(i) in 16 bits, into shared memory; both warpgroups meet
               dQ(i) = dS(i) K, dK += dS(i)^T Q(i) issued; dQ(i) is staged
 
-so that some product is under way whenever a warpgroup computes. P and dS in 16 bits share registers: dV has read P when
-S(i+1) has begun. Where P goes through shared memory, dV is issued after the meeting, before dQ.
+so that some product is under way whenever a warpgroup computes. P and dS in 16 bits share registers: dS goes into them
+when dV has read P. Where there are too few for S(i+1) by then, it is issued before the meeting. Where P goes through shared memory, dV is issued after the meeting, before dQ.
 Each warpgroup has 64 keys and all queries of a block, or half of the queries: a thread has two keys (rows of S^T) and
 of every 8 queries two neighbours.
 Everything a score function does happens in `weights`, and what its gradient does in `grad_scores`: score_mod and
@@ -23,7 +23,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from refluent.gpu.device.numerics import exp2, pack, tanh, unpack
+from refluent.gpu.device.numerics import exp2, pack, tanh
 from refluent.gpu.device.philox import kept_queries
 from refluent.gpu.device.pipeline import arrive
 from refluent.gpu.device.work import Tile
@@ -228,18 +228,19 @@ def compute_step(
         multiply(products.dv, regs.dv, regs.packed, do_t, True)
     else:
         store_scores(ctx, regs, share, plan.stages_ds + ds_stage)
-    warpgroup.wait_group(1 if plan.by_keys else 0)  # dP is there
+    # grouped heads: for whatever reason ptxas finds no registers for the epilogue else, and runs the products one by one
+    early = following and plan.early_scores and ctx.call.group == 1
+    warpgroup.wait_group(1 if plan.by_keys and plan.narrow_weights else 0)  # dP is there
     grad_scores(ctx, regs, share.of_statistic(shared.dpsum, do_stage), kept)
-    early = following and plan.by_keys and not plan.narrow_weights
     if cutlass.const_expr(early):
         scores(ctx, frags, regs, step + 1)
     if cutlass.const_expr(plan.by_keys):
-        warpgroup.wait_group(1 if early else 0)  # dV is there
+        warpgroup.wait_group(int(early))  # dV is there
         arrive(bars.do.empty_at(step))
     narrow_scores(ctx, regs)
     store_scores(ctx, regs, share, ds_stage)
     if cutlass.const_expr(following and not early):
-        scores(ctx, frags, regs, step + 1)  # dP's registers are free only now
+        scores(ctx, frags, regs, step + 1)
     cute.arch.barrier(barrier_id=COMPUTE_BARRIER, number_of_threads=THREADS)  # all of dS is there
     ds_t = regs.packed
     if cutlass.const_expr(not plan.by_keys):
@@ -345,15 +346,13 @@ def kept_part(ctx: Context, pair, kept: cutlass.Uint64, eight: cutlass.Constexpr
 @cute.jit
 def grad_scores(ctx: Context, regs: Registers, dpsum: cute.Tensor, kept):
     """dS = P (dP - dPsum) in place of dP; dropped scores have dP = 0."""
-    p, dp, packed = by_query(regs.s), by_query(regs.dp), pairs(regs.packed)
+    p, dp = by_query(regs.packed if ctx.plan.narrow_weights else regs.s), by_query(regs.dp)
     sums = cute.make_rmem_tensor(cute.make_layout(2), cutlass.Float32)
     for eight in cutlass.range_constexpr(ctx.plan.queries // 8):
         cute.autovec_copy(dpsum[None, eight], sums)
         for r in cutlass.range_constexpr(2):
             arrived = kept_part(ctx, (dp[0, r, eight], dp[1, r, eight]), kept[r], eight)
-            weight = p[0, r, eight], p[1, r, eight]
-            if cutlass.const_expr(ctx.plan.narrow_weights):
-                weight = unpack(packed[r, eight], ctx.static.dtype)
+            weight = p[None, r, eight].load().to(cutlass.Float32)
             for e in cutlass.range_constexpr(2):
                 dp[e, r, eight] = weight[e] * (arrived[e] - sums[e])
 
