@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 
@@ -11,9 +13,9 @@ from refluent.gpu.device.seqlen import Side, workspace_blocks
 from refluent.gpu.launch import fakes
 from refluent.gpu.launch.variant import Variant
 from refluent.gpu.launch.workspace import ALIGN, Extents, Sections, sections
-from refluent.gpu.sm90.backward.kernel import Backward as Sm90Backward
-from refluent.gpu.sm100.backward.context import Static, Targets
-from refluent.gpu.sm100.backward.kernel import Backward as Sm100Backward
+from refluent.gpu.sm90.backward import kernel as sm90
+from refluent.gpu.sm100.backward import kernel as sm100
+from refluent.gpu.sm100.backward.context import Targets
 
 
 class BackwardEntry:
@@ -23,13 +25,7 @@ class BackwardEntry:
         self.variant = variant
         self.plan = plan = variant.plan
         self.delta = Delta(plan.tile_m, plan.head_dim_v)
-        main = Sm90Backward if variant.arch == "sm_90a" else Sm100Backward
-        self.main = main(
-            Static(fakes.TYPES[variant.dtype], plan, variant.softcap, variant.dropout, variant.deterministic),
-            variant.group,
-            variant.has_left,
-            variant.has_right,
-        )
+        self.main = main_kernel(variant)
         self.convert_dq = Convert(plan.tile_m, plan.head_dim, plan.transposed_q, plan.exchanged)
         self.convert_dk = Convert(plan.tile_n, plan.head_dim, plan.transposed_kv, plan.exchanged)
         self.convert_dv = Convert(plan.tile_n, plan.head_dim_v, plan.transposed_kv, plan.exchanged)
@@ -110,6 +106,15 @@ class BackwardEntry:
         if cutlass.const_expr(variant.group > 1):
             self.convert_dk(views.dk(4), dk, keys, scale, batch, stream)
             self.convert_dv(views.dv(4), dv, keys, cutlass.Float32(1.0), batch, stream)
+
+
+def main_kernel(variant: Variant) -> Any:
+    """The kernel of the variant's architecture."""
+    facts: Any = fakes.TYPES[variant.dtype], variant.plan, variant.softcap, variant.dropout, variant.deterministic
+    sides = variant.group, variant.has_left, variant.has_right
+    if variant.arch == "sm_90a":
+        return sm90.Backward(sm90.Static(*facts), *sides)
+    return sm100.Backward(sm100.Static(*facts), *sides)
 
 
 def side(tensor: cute.Tensor, cu_seqlens, seqused, seqlen) -> Side:

@@ -7,7 +7,8 @@
               dQ(i) = dS(i) K, dK += dS(i)^T Q(i) issued; dQ(i) is staged
 
 so that some product is under way whenever a warpgroup computes. P and dS in 16 bits share registers: dS goes into them
-when dV has read P. Where there are too few for S(i+1) by then, it is issued before the meeting. Where P goes through shared memory, dV is issued after the meeting, before dQ.
+when dV has read P. Where there are too few for S(i+1) by then, it is issued before the meeting. Where P goes through
+shared memory, dV is issued after the meeting, before dQ.
 Each warpgroup has 64 keys and all queries of a block, or half of the queries: a thread has two keys (rows of S^T) and
 of every 8 queries two neighbours.
 Everything a score function does happens in `weights`, and what its gradient does in `grad_scores`: score_mod and
@@ -228,7 +229,7 @@ def compute_step(
         multiply(products.dv, regs.dv, regs.packed, do_t, True)
     else:
         store_scores(ctx, regs, share, plan.stages_ds + ds_stage)
-    # grouped heads: for whatever reason ptxas finds no registers for the epilogue else, and runs the products one by one
+    # With the epilogue of grouped heads ptxas runs out of registers, and would issue the products one by one.
     early = following and plan.early_scores and ctx.call.group == 1
     warpgroup.wait_group(1 if plan.by_keys and plan.narrow_weights else 0)  # dP is there
     grad_scores(ctx, regs, share.of_statistic(shared.dpsum, do_stage), kept)

@@ -21,6 +21,17 @@ COMPUTE_BARRIER, GROUP_BARRIER = 1, 2  # GROUP_BARRIER + compute warpgroup
 
 
 @dataclass(frozen=True)
+class Static:
+    """Facts of a compiled variant that are neither sizes nor tiles."""
+
+    dtype: type
+    plan: BackwardPlan
+    softcap: bool = False
+    dropout: bool = False
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
 class Sources:
     """TMA atoms and the tensors they read (sequence views), and the row statistics (heads, rows), float32."""
 

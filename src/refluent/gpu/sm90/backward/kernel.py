@@ -19,12 +19,11 @@ from refluent.gpu.device.work import Call
 from refluent.gpu.plans.sm90 import ROWS, THREADS
 from refluent.gpu.sm90.backward import context
 from refluent.gpu.sm90.backward.compute import compute
-from refluent.gpu.sm90.backward.context import Context, Scores, Sources, Stores, Targets
+from refluent.gpu.sm90.backward.context import Context, Scores, Sources, Static, Stores, Targets
 from refluent.gpu.sm90.backward.load import load
 from refluent.gpu.sm90.backward.products import Layouts, Products, layout
 from refluent.gpu.sm90.backward.reduce import reduce
 from refluent.gpu.sm90.backward.storage import init_barriers, make_barriers, make_shared
-from refluent.gpu.sm100.backward.context import Static
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ def make_sources(views, lse_log2, dpsum, layouts: Layouts, plan) -> Sources:
         cpasync.make_tiled_tma_atom(op, view, cute.select(box, mode=[0, 1]), tile)
         for view, (box, tile) in zip(views, tiles)
     )
-    return Sources(*q, *k, *v, *do, lse_log2, dpsum)
+    return Sources(q[0], q[1], k[0], k[1], v[0], v[1], do[0], do[1], lse_log2, dpsum)
 
 
 def make_stores(views, dtype, plan) -> Stores:

@@ -47,11 +47,15 @@ _TABLE = {
 }
 
 
+def _stages(plan: BackwardPlan, entry) -> int:
+    return getattr(plan, entry) if isinstance(entry, str) else entry
+
+
 def make_barriers(memory, plan: BackwardPlan) -> Barriers:
     """Allocate every barrier."""
     rings = {}
     for name, (entry, _, _) in _TABLE.items():
-        stages = getattr(plan, entry) if isinstance(entry, str) else entry
+        stages = _stages(plan, entry)
         full = memory.allocate_array(cutlass.Int64, 2 * stages)
         rings[name] = Ring(full, full + stages, stages)
     return Barriers(**rings)
