@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -11,6 +11,9 @@ from refluent import tiled
 from refluent.errors import UnsupportedError
 from refluent.gpu.support import Architecture, missing_packages
 from refluent.problem import Gradients, Inputs, Needs, Problem
+
+if TYPE_CHECKING:
+    from refluent.emulator.context import Gpu
 
 
 class Emulated:
@@ -45,6 +48,12 @@ class Emulated:
         with self._context():
             return launch.backward(problem, inputs, o, lse, do, dlse, needs)
 
+    def gpu(self, **options: Any) -> Gpu:
+        """The emulated chip as a context manager: the backend's calls inside run there. Options: emulator.gpu's."""
+        from refluent import emulator
+
+        return emulator.gpu(self.architecture.target, **options)
+
     def _session(self) -> Any:
         if self.missing() is not None:
             return None
@@ -53,11 +62,9 @@ class Emulated:
         return launch.emulator_session()
 
     def _context(self) -> contextlib.AbstractContextManager[Any]:
-        from refluent import emulator
-
         session, target = self._session(), self.architecture.target
         if session is None:
-            return emulator.gpu(target)
+            return self.gpu()
         if session.arch != target:
             raise UnsupportedError(
                 f"backend 'emulate:{self.architecture.name}': the open emulator.gpu(...) is {session.arch}; "

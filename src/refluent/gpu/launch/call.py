@@ -30,18 +30,20 @@ def backward(
     needs: Needs,
     *,
     ctas: int = 0,
+    cluster: int = 1,
 ) -> Gradients:
     """The gradients of a call that the backend supports.
 
     `ctas`: of the main kernel's grid at most, each of which walks tiles; 0: one a tile. If deterministic, no more than
     the device runs at once: a tile waits for earlier ones, and a CTA that has not started has tiles among those.
+    `cluster`: CTAs that load Q and dO for each other, 1 or 2; nobody has measured yet where 2 is the better choice.
     """
     if _nothing_to_do(problem, inputs):
         return _empty(problem, inputs, lse, dlse, needs)
     arch, emulated = target(inputs.q.device)
     sink = inputs.sink
     sink_type = None if sink is None else sink.dtype
-    prepared = prepare(problem, arch, dlse is not None, sink_type, inputs.q.shape[0], inputs.k.shape[0])
+    prepared = prepare(problem, arch, dlse is not None, sink_type, inputs.q.shape[0], inputs.k.shape[0], cluster)
     variant = prepared.variant
     q, k, v, o, do = (fit(tensor) for tensor in (inputs.q, inputs.k, inputs.v, o, do))
     dq = _output(q, cleared=problem.varlen_q)
@@ -156,10 +158,10 @@ class Prepared:
 
 @lru_cache(maxsize=4096)
 def prepare(
-    problem: Problem, arch: str, dlse: bool, sink: torch.dtype | None, tokens_q: int, tokens_k: int
+    problem: Problem, arch: str, dlse: bool, sink: torch.dtype | None, tokens_q: int, tokens_k: int, cluster: int
 ) -> Prepared:
     """tokens: rows that q and k hold, of packed sequences."""
-    variant = variant_of(problem, arch, dlse, sink)
+    variant = variant_of(problem, arch, dlse, sink, cluster)
     plan = variant.plan
     m_blocks = workspace_blocks(problem.batch, problem.seqlen_q, tokens_q, plan.tile_m, variant.packed_q)
     n_blocks = workspace_blocks(problem.batch, problem.seqlen_k, tokens_k, plan.tile_n, variant.packed_k)

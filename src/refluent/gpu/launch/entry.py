@@ -114,7 +114,7 @@ def main_kernel(variant: Variant) -> Any:
     sides = variant.group, variant.has_left, variant.has_right
     if variant.arch == "sm_90a":
         return sm90.Backward(sm90.Static(*facts), *sides)
-    return sm100.Backward(sm100.Static(*facts), *sides)
+    return sm100.Backward(sm100.Static(*facts, cluster=variant.cluster), *sides)
 
 
 def side(tensor: cute.Tensor, cu_seqlens, seqused, seqlen) -> Side:

@@ -31,6 +31,7 @@ class Variant:
     deterministic: bool = False
     dlse: bool = False
     sink: str = ""
+    cluster: int = 1  # CTAs that share Q and dO
 
     @cached_property
     def plan(self) -> BackwardPlan:
@@ -42,15 +43,15 @@ class Variant:
         facts = asdict(self)
         window = [side for side in ("left", "right") if facts.pop(f"has_{side}")]
         head = f"backward {facts.pop('arch')} {facts.pop('dtype')} {facts.pop('head_dim')}/{facts.pop('head_dim_v')}"
-        group = facts.pop("group")
-        more = [f"group {group}"] if group > 1 else []
+        counts = {name: facts.pop(name) for name in ("group", "cluster")}
+        more = [f"{name} {count}" for name, count in counts.items() if count > 1]
         more += [f"window {' and '.join(window)}"] if window else []
         more += [f"sink {facts.pop('sink')}"] if facts["sink"] else []
         more += [name.replace("_", " ") for name, value in facts.items() if value]
         return ", ".join([head, *more])
 
 
-def variant_of(problem: Problem, arch: str, dlse: bool, sink: torch.dtype | None) -> Variant:
+def variant_of(problem: Problem, arch: str, dlse: bool, sink: torch.dtype | None, cluster: int = 1) -> Variant:
     """The variant that serves a call on `arch`; `sink`: the type of the sinks, if there are any."""
     plan = backward_plan(arch, problem.head_dim, problem.head_dim_v)
     left, right = problem.options.window
@@ -71,6 +72,7 @@ def variant_of(problem: Problem, arch: str, dlse: bool, sink: torch.dtype | None
         deterministic=problem.options.deterministic,
         dlse=dlse,
         sink="" if sink is None else _name(sink),
+        cluster=cluster,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 SHARED_BYTES = 232_448  # a CTA's limit, 227 KB
 REGISTERS = 65_536  # a CTA's
+L2_BYTES = 20 << 20  # for what a bundle of heads reads and adds to: of 50 MB, two halves that may hold the same lines
 GROUPS = 2  # compute warpgroups
 THREADS = 128 * (GROUPS + 1)  # a CTA's, with the warpgroup of the load and reduce roles
 ROWS = 64  # that a warpgroup's product has (wgmma's M)
@@ -109,6 +110,11 @@ class BackwardPlan:
     def group_columns(self) -> int:
         """Columns of dV and dK that a warpgroup stages at a time, for grouped heads; K's and V's buffers hold them."""
         return math.gcd(self.head_dim, self.head_dim_v) // 2
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of a row of Q, dO and dQ's workspace."""
+        return 2 * (self.head_dim + self.head_dim_v) + 4 * self.head_dim
 
     @property
     def score_buffers(self) -> int:

@@ -7,4 +7,4 @@ from refluent.gpu.support import HOPPER
 
 _backend = Emulated(HOPPER)
 missing, supports = _backend.missing, _backend.supports
-forward, backward = _backend.forward, _backend.backward
+forward, backward, gpu = _backend.forward, _backend.backward, _backend.gpu

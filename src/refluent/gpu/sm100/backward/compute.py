@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 
 from refluent.gpu.device.copies import held, held_column, held_row, load_columns, store_columns
-from refluent.gpu.device.numerics import exp2, fma2, mul2, sub2, tanh
+from refluent.gpu.device.numerics import exp2, fma2, mul2, opaque, sub2, tanh
 from refluent.gpu.device.philox import kept_queries
 from refluent.gpu.device.pipeline import arrive
 from refluent.gpu.device.work import Tile
@@ -47,7 +47,7 @@ class Share:
     def make(plan) -> Share:
         index = cute.arch.thread_idx()[0] - 32 * COMPUTE_WARP
         group = cute.arch.make_warp_uniform(index // 128)
-        thread = index % 128
+        thread = opaque(index) % 128
         half = plan.tile_m // 2
         group_first = group * half
         first = group_first + held_column(plan.s.rows, half, thread)
@@ -68,6 +68,9 @@ def compute(ctx: Context):
         for m_block in cutlass.range(tile.m_begin, tile.m_end):
             compute_step(ctx, tile, m_block, share, step)
             step += 1
+        # Both once more: through the steps they would be held in registers.
+        tile = ctx.call.tile(opaque(index))
+        share = Share.make(ctx.plan)
         if tile.steps > 0:
             ctx.barriers.dkv.wait_full(tiles)
         if tile.exists:

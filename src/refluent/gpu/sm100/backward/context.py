@@ -29,6 +29,7 @@ class Static:
     softcap: bool = False
     dropout: bool = False
     deterministic: bool = False
+    cluster: int = 1
 
 
 @dataclass(frozen=True)

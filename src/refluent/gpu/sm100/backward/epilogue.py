@@ -25,7 +25,7 @@ def store_grads(ctx: Context, tile: Tile, group: cutlass.Int32, thread: cutlass.
         store(ctx, tile, group, thread, targets.dv, plan.dv, cutlass.Float32(1.0))
         store(ctx, tile, group, thread, targets.dk, plan.dk, ctx.call.scale)
     else:
-        if tile.steps > 0:
+        if tile.seen:
             add_rows(ctx, tile, group, thread)
 
 
@@ -48,7 +48,7 @@ def store_rows(
     half = acc.columns // 2
     for c in cutlass.range_constexpr(0, half, COLUMNS):
         values.fill(0.0)
-        if tile.steps > 0:
+        if tile.seen:
             load_columns(ctx.tmem, acc.column + group * half + c, COLUMNS, row, values.iterator)
             cute.arch.fence_view_async_tmem_load()
         for j in cutlass.range_constexpr(COLUMNS):
@@ -77,7 +77,7 @@ def store_turned(
     for part in cutlass.range(acc.rows * half // (LANES * COLUMNS)):  # of all blocks, which lie side by side
         block, column = part // (half // COLUMNS), group * half + part % (half // COLUMNS) * COLUMNS
         values.fill(0.0)
-        if tile.steps > 0:
+        if tile.seen:
             load_columns(ctx.tmem, acc.column + block * acc.columns + column, COLUMNS, thread, values.iterator)
             cute.arch.fence_view_async_tmem_load()
         key, place = tile.n_block * ctx.plan.tile_n + column, block * LANES + thread

@@ -15,8 +15,8 @@ from cutlass.cute.nvgpu import cpasync
 from refluent.gpu.device.copies import sequence_view
 from refluent.gpu.device.seqlen import Side
 from refluent.gpu.device.visible import Window
-from refluent.gpu.device.work import Call
-from refluent.gpu.plans.sm90 import ROWS, THREADS
+from refluent.gpu.device.work import Call, Order, heads_of_bundle
+from refluent.gpu.plans.sm90 import L2_BYTES, ROWS, THREADS
 from refluent.gpu.sm90.backward import context
 from refluent.gpu.sm90.backward.compute import compute
 from refluent.gpu.sm90.backward.context import Context, Scores, Sources, Static, Stores, Targets
@@ -73,7 +73,9 @@ class Backward:
         keys = Side(cu_seqlens_k, seqused_k, seqlen_k, k.shape[0] if packed_k else seqlen_k)
         heads = q.shape[1 if packed_q else 2]
         window = Window(left, right, self.has_left, self.has_right)
-        call = Call(queries, keys, window, heads, batch, scale, self.group, plan.tile_m, plan.tile_n)
+        bundle = heads_of_bundle(heads, seqlen_q, plan.query_bytes, L2_BYTES)
+        order = Order.make(keys, batch, heads, plan.tile_n, bundle)
+        call = Call(queries, keys, window, heads, batch, scale, self.group, plan.tile_m, plan.tile_n, 1, order)
         layouts = Layouts.make(dtype, plan)
         views = (
             *(sequence_view(tensor, seqlen_q, queries.ragged, packed_q) for tensor in (q, do)),
