@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import cutlass
 import cutlass.cute as cute
@@ -110,11 +110,12 @@ class BackwardEntry:
 
 def main_kernel(variant: Variant) -> Any:
     """The kernel of the variant's architecture."""
-    facts: Any = fakes.TYPES[variant.dtype], variant.plan, variant.softcap, variant.dropout, variant.deterministic
+    dtype, plan = fakes.TYPES[variant.dtype], cast(Any, variant.plan)
+    modes = {name: getattr(variant, name) for name in ("softcap", "dropout", "deterministic")}
     sides = variant.group, variant.has_left, variant.has_right
     if variant.arch == "sm_90a":
-        return sm90.Backward(sm90.Static(*facts), *sides)
-    return sm100.Backward(sm100.Static(*facts, cluster=variant.cluster), *sides)
+        return sm90.Backward(sm90.Static(dtype, plan, **modes), *sides)
+    return sm100.Backward(sm100.Static(dtype, plan, **modes, cluster=variant.cluster), *sides)
 
 
 def side(tensor: cute.Tensor, cu_seqlens, seqused, seqlen) -> Side:

@@ -167,7 +167,8 @@ def compute(ctx: Context):
 def uniform(tile: Tile) -> Tile:
     """The same, known to the compiler to be so in all threads: then descriptors and counters need no registers."""
     numbers = {f.name: cute.arch.make_warp_uniform(cutlass.Int32(getattr(tile, f.name))) for f in fields(tile)}
-    return Tile(**{**numbers, "exists": numbers["exists"] != 0})
+    own = {"own_begin": numbers["m_begin"], "own_end": numbers["m_end"]}  # a CTA is its own cluster
+    return Tile(**{**numbers, **own, "exists": numbers["exists"] != 0})
 
 
 @cute.jit
