@@ -144,3 +144,13 @@ def test_every_head_dimension_has_the_smallest_plan():
                 assert plan in holds
                 assert plan.head_dim + plan.head_dim_v == min(p.head_dim + p.head_dim_v for p in holds)
                 assert plan.narrow_weights == linear
+
+
+def test_the_device_backend_inside_the_emulator():
+    """There a tensor is on a GPU of capability 9.0: the backend for real devices runs as it would on one."""
+    q, k, v = (torch.randn(1, 40, 1, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    with emulator.gpu(ARCH):
+        rf.attention(q, k, v, backend="sm90", window=(3, 5)).sum().backward()
+    assert q.grad.abs().max() > 0
+    with pytest.raises(rf.UnsupportedError, match="backend 'sm90': it needs tensors on a Hopper GPU, got cpu"):
+        rf.attention(q, k, v, backend="sm90", window=(3, 5))
