@@ -63,8 +63,8 @@ FAULTS = [
     Fault(
         "P announced before it is stored",
         COMPUTE,
-        "    for c in cutlass.range_constexpr(0, share.columns, share.part):  # part",
-        "    arrive(bars.s.empty_at(step))\n    for c in cutlass.range_constexpr(0, share.columns, share.part):  # part",
+        "    for c in cutlass.range_constexpr(0, share.columns, share.part):",
+        "    arrive(bars.s.empty_at(step))\n    for c in cutlass.range_constexpr(0, share.columns, share.part):",
         RACE,
     ),
     Fault(

@@ -41,9 +41,11 @@ class Order:
 
 
 @cute.jit
-def heads_of_bundle(heads: cutlass.Int32, rows: cutlass.Int32, row_bytes: cutlass.Constexpr) -> cutlass.Int32:
+def heads_of_bundle(
+    heads: cutlass.Int32, rows: cutlass.Int32, row_bytes: cutlass.Constexpr, l2_bytes: cutlass.Constexpr = L2_BYTES
+) -> cutlass.Int32:
     """How many heads take turns; `rows` of a sequence, `row_bytes` of Q, dO and the accumulator of dQ in each."""
-    fit = L2_BYTES // row_bytes // cutlass.max(rows, 1)
+    fit = l2_bytes // row_bytes // cutlass.max(rows, 1)
     return cutlass.min(cutlass.max(fit, 1), heads)
 
 

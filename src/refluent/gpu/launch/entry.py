@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import cutlass
 import cutlass.cute as cute
 
@@ -11,9 +13,9 @@ from refluent.gpu.device.seqlen import Side, workspace_blocks
 from refluent.gpu.launch import fakes
 from refluent.gpu.launch.variant import Variant
 from refluent.gpu.launch.workspace import ALIGN, Extents, Sections, sections
-from refluent.gpu.plans.sm100 import Accumulator
-from refluent.gpu.sm100.backward.context import Static, Targets
-from refluent.gpu.sm100.backward.kernel import Backward
+from refluent.gpu.sm90.backward import kernel as sm90
+from refluent.gpu.sm100.backward import kernel as sm100
+from refluent.gpu.sm100.backward.context import Targets
 
 
 class BackwardEntry:
@@ -23,23 +25,10 @@ class BackwardEntry:
         self.variant = variant
         self.plan = plan = variant.plan
         self.delta = Delta(plan.tile_m, plan.head_dim_v)
-        self.main = Backward(
-            Static(
-                fakes.TYPES[variant.dtype],
-                plan,
-                variant.softcap,
-                variant.dropout,
-                variant.deterministic,
-                variant.cluster,
-                variant.negative_scale,
-            ),
-            variant.group,
-            variant.has_left,
-            variant.has_right,
-        )
-        self.convert_dq = Convert(plan.tile_m, plan.head_dim, plan.transposed_q)
-        self.convert_dk = Convert(plan.tile_n, plan.head_dim, plan.transposed_kv)
-        self.convert_dv = Convert(plan.tile_n, plan.head_dim_v, plan.transposed_kv)
+        self.main = main_kernel(variant)
+        self.convert_dq = Convert(plan.tile_m, plan.head_dim, plan.transposed_q, plan.exchanged)
+        self.convert_dk = Convert(plan.tile_n, plan.head_dim, plan.transposed_kv, plan.exchanged)
+        self.convert_dv = Convert(plan.tile_n, plan.head_dim_v, plan.transposed_kv, plan.exchanged)
 
     @cute.jit
     def __call__(
@@ -119,6 +108,16 @@ class BackwardEntry:
             self.convert_dv(views.dv(4), dv, keys, cutlass.Float32(1.0), batch, stream)
 
 
+def main_kernel(variant: Variant) -> Any:
+    """The kernel of the variant's architecture."""
+    dtype, plan = fakes.TYPES[variant.dtype], cast(Any, variant.plan)
+    modes = {name: getattr(variant, name) for name in ("softcap", "dropout", "deterministic", "negative_scale")}
+    sides = variant.group, variant.has_left, variant.has_right
+    if variant.arch == "sm_90a":
+        return sm90.Backward(sm90.Static(dtype, plan, **modes), *sides)
+    return sm100.Backward(sm100.Static(dtype, plan, **modes, cluster=variant.cluster), *sides)
+
+
 def side(tensor: cute.Tensor, cu_seqlens, seqused, seqlen) -> Side:
     tokens = seqlen if cu_seqlens is None else tensor.shape[0]
     return Side(cu_seqlens, seqused, seqlen, tokens)
@@ -150,15 +149,13 @@ class Views:
         blocks = self.extents.m_blocks
         return self._tensor(self.at.dsink, (cutlass.Int32(self.extents.heads), cutlass.Int32(blocks)), (blocks, 1))
 
-    def _accumulator(self, start, heads, blocks, acc: Accumulator, width: int) -> cute.Tensor:
-        """(heads, blocks, chunks of `width` columns, width / 4, rows, 4), or without the fourth mode if width is 4."""
+    def _accumulator(self, start, heads, blocks, acc, width: int) -> cute.Tensor:
+        """(heads, blocks, and the modes of one block, as the plan's accumulator lays it out in chunks of `width`)."""
         size = acc.rows * acc.columns
         block = cute.assume(cutlass.Int64(size), divby=ALIGN)
-        shape = [cutlass.Int32(heads), cutlass.Int32(blocks), *acc.chunks(width)]
-        stride = [cute.assume(blocks * size, divby=ALIGN), block, acc.rows * width, acc.rows * 4, 4, 1]
-        if width == 4:
-            del shape[3], stride[3]
-        return self._tensor(start, tuple(shape), tuple(stride))
+        shape, stride = acc.layout(width)
+        outer = cutlass.Int32(heads), cutlass.Int32(blocks)
+        return self._tensor(start, (*outer, *shape), (cute.assume(blocks * size, divby=ALIGN), block, *stride))
 
     def dq(self, width: int) -> cute.Tensor:
         return self._accumulator(self.at.dq, self.extents.heads, self.extents.m_blocks, self.plan.dq, width)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from refluent.gpu.plans.sm100 import BackwardPlan, backward_plan
+from refluent.gpu.plans import BackwardPlan, backward_plan
 from refluent.problem import Problem
 
 
@@ -37,7 +37,7 @@ class Variant:
 
     @cached_property
     def plan(self) -> BackwardPlan:
-        return backward_plan(self.head_dim, self.head_dim_v)
+        return backward_plan(self.arch, self.head_dim, self.head_dim_v, not (self.softcap or self.dropout))
 
     @property
     def name(self) -> str:
@@ -55,7 +55,7 @@ class Variant:
 
 def variant_of(problem: Problem, arch: str, dlse: bool, sink: torch.dtype | None, cluster: int = 1) -> Variant:
     """The variant that serves a call on `arch`; `sink`: the type of the sinks, if there are any."""
-    plan = backward_plan(problem.head_dim, problem.head_dim_v)
+    plan = backward_plan(arch, problem.head_dim, problem.head_dim_v)
     left, right = problem.options.window
     return Variant(
         arch=arch,
