@@ -16,7 +16,7 @@ from poison import poisoned_memory
 from refluent import accuracy
 from strategies import Built, Case, build
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
 def judge_built(built: Built) -> None:
@@ -158,6 +158,41 @@ def test_do_with_an_outer_stride_beyond_32_bits():
     o, lse = rf.attention(q, k, v, softcap=5.0, return_lse=True)
     raw = rf.attention_backward(do, q, k, v, o, lse, softcap=5.0)
     accuracy.expect(q, k, v, do, softcap=5.0).check_backward(raw.dq, raw.dk, raw.dv)
+
+
+# Scales
+
+
+SCALED = {
+    "plain": Case(F32, (33,), (33,), 2, 1, 16, 16),
+    "causal": Case(F32, (33,) * 2, (33,) * 2, 2, 1, 16, 16, causal=True),
+    "right window": Case(F64, (33,), (33,), 2, 1, 16, 16, window=(None, 0)),
+    "grouped": Case(BF16, (33,), (33,), 2, 2, 16, 16, causal=True),
+    "more queries": Case(F16, (40,), (25,), 1, 1, 16, 16, causal=True),
+    "packed": packed(
+        (20, 0, 13), (20, 4, 9), BF16, heads_kv=2, head_dim=16, head_dim_v=16, causal=True, tail_q=3, tail_k=2
+    ),
+    "used": Case(F16, (33,) * 2, (33,) * 2, 2, 1, 16, 16, used_q=(30, 7), used_k=(30, 5), causal=True),
+}
+
+
+@pytest.mark.parametrize("more", [{}, {"deterministic": True}, {"return_max_score": True}], ids=str)
+@pytest.mark.parametrize("scale", [-0.3, 0.0, -2.0, 1e-50])
+@pytest.mark.parametrize("case", SCALED.values(), ids=SCALED.keys())
+def test_a_scale_that_is_not_positive(case, scale, more):
+    """torch's own CPU kernel multiplies by it after masking with -inf; 1e-50 is 0 in float32."""
+    built = build(dataclasses.replace(case, scale=scale))
+    expected = expect(built)
+    o, lse, *max_score = call(built, return_lse=True, **more)
+    expected.check_forward(o, lse, *max_score)
+    with poisoned_memory():
+        o.backward(built.do)
+    expected.check_backward(dv=built.v.grad)
+    if scale == 1e-50:  # dq and dk are too small for float32
+        assert built.q.grad.isfinite().all()
+        assert built.k.grad.isfinite().all()
+    else:
+        expected.check_backward(built.q.grad, built.k.grad)
 
 
 # lse, sink, windows, empty rows

@@ -1,7 +1,7 @@
 """torch's own flash attention kernel for the CPU, where it computes exactly what is asked and is the faster way.
 
-It knows one scale, no mask or the square causal one (aligned top-left), and one head dimension; its backward takes no
-gradient of lse. It divides by zero without keys. With 16-bit inputs its lse is off by 5e-5 and its backward adds up dk
+It knows one positive scale (it multiplies after masking with -inf), no mask or the square causal one (aligned
+top-left), and one head dimension; its backward takes no gradient of lse. It divides by zero without keys. With 16-bit inputs its lse is off by 5e-5 and its backward adds up dk
 and dv in 16 bits, with errors that grow with the sequence (4 times eager's at 4096 positions), so those run as
 float32 copies. Being fused it is the faster way, unless oneDNN's float32 products, which the tiles use, run at twice
 the rate of MKL's (hardware.py). Then it serves short sequences, where one call costs 0.1 ms and a walk over tiles 0.5,
@@ -75,6 +75,8 @@ def _exact(problem: Problem, segment: Segment) -> Call | None:
     modified = options.softcap or options.score_mod or options.mask_mod or options.block_mask or options.dropout_p
     if modified or problem.has_sink or options.return_max_score or problem.head_dim != problem.head_dim_v:
         return None
+    if problem.scale < torch.finfo(problem.accum_dtype).tiny:
+        return None  # a zero, negative or underflowing scale makes NaN or inf of masked scores
     len_q, len_k, shift = segment.len_q, segment.len_k, segment.len_k - segment.len_q
     if len_q == 0 or len_k == 0:
         return None
