@@ -195,6 +195,43 @@ def test_a_scale_that_is_not_positive(case, scale, more):
         expected.check_backward(built.q.grad, built.k.grad)
 
 
+@pytest.mark.parametrize("more", [{}, {"causal": True}, {"return_max_score": True}], ids=str)
+@pytest.mark.parametrize(("dtype", "size"), [(F32, 1e25), (BF16, 1e25), (F64, 1e200)], ids=str)
+def test_a_row_whose_scores_all_overflow_is_empty(dtype, size, more):
+    """torch's own CPU kernel gives it an lse of 0; a row whose only score and value are 0 has that by right."""
+    q, k, v = (torch.randn(2, 6, 1, 8).to(dtype) for _ in range(3))
+    q[0, 3:] = size
+    k[0] = -size
+    q[0, 0] = v[:, 0] = 0
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    o, lse, *_ = rf.attention(*leaves, return_lse=True, **more)
+    assert (o[0, 3:] == 0).all()
+    assert (lse[0, 0, 3:] == -math.inf).all()
+    assert float(lse[0, 0, 0].detach()) == pytest.approx(0 if "causal" in more else math.log(6))
+    assert (lse[1] > -math.inf).all()
+    o.sum().backward()
+    assert (q.grad[0, 3:] == 0).all()
+    assert all(t.grad.isfinite().all() for t in leaves)
+
+
+def cu(*starts):
+    return torch.tensor(starts, dtype=torch.int32)
+
+
+def test_overflow_in_one_of_several_sequences():
+    q, k, v, do = (torch.randn(12, 2, 8) for _ in range(4))
+    expected = accuracy.expect(q[6:][None], k[6:][None], v[6:][None], do[6:][None])
+    q[:6], k[:6] = 1e25, -1e25
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    o, lse = rf.attention_varlen(*leaves, cu_seqlens_q=cu(0, 6, 12), cu_seqlens_k=cu(0, 6, 12), return_lse=True)
+    assert (o[:6] == 0).all()
+    assert (lse[:, :6] == -math.inf).all()
+    expected.check_forward(o[6:][None], lse[None, :, 6:])
+    o.backward(do)
+    assert all((t.grad[:6] == 0).all() for t in leaves)
+    expected.check_backward(*(t.grad[6:][None] for t in leaves))
+
+
 # lse, sink, windows, empty rows
 
 
