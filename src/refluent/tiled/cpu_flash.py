@@ -1,9 +1,9 @@
 """torch's own flash attention kernel for the CPU, where it computes exactly what is asked and is the faster way.
 
-It knows one positive scale (it multiplies after masking with -inf), no mask or the square causal one (aligned top-
-left), and one head dimension; its backward takes no gradient of lse. It divides by zero without keys, and gives a row
-whose scores have all overflowed to -inf an lse of 0: tiles do such calls. With 16-bit inputs its lse is off by 5e-5
-and its backward adds up dk and dv in 16 bits, with errors that grow with the sequence (4 times eager's at 4096
+It knows one positive scale (it multiplies after masking with -inf), no mask or the square causal one (aligned
+top-left), and one head dimension; its backward takes no gradient of lse. It divides by zero without keys, and gives a
+row whose scores have all overflowed to -inf an lse of 0: tiles do such calls. With 16-bit inputs its lse is off by
+5e-5 and its backward adds up dk and dv in 16 bits, with errors that grow with the sequence (4 times eager's at 4096
 positions), so those run as float32 copies. Being fused it is the faster way, unless oneDNN's float32 products, which
 the tiles use, run at twice the rate of MKL's (hardware.py). Then it serves short sequences, where one call costs 0.1
 ms and a walk over tiles 0.5, and float64.
