@@ -45,7 +45,8 @@ class AttentionGradients(NamedTuple):
     dsink: Tensor | None
     """(heads,), None without a sink."""
     dcaptured: dict[str, Tensor]
-    """One gradient for each floating-point tensor that score_mod captures, by its name in the user's code."""
+    """One gradient for each floating-point tensor that score_mod reads, whether it requires grad or not, by its name in
+    the user's code."""
 
 
 def swap_layout(tensor: Any, name: str, heads_first: bool) -> Any:
