@@ -92,6 +92,29 @@ def test_a_real_interrupt_leaves_no_report(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.skipif(os.name != "posix", reason="needs SIGPIPE's exit code")
+@pytest.mark.parametrize(
+    ("flags", "command"),
+    [([], ["plan", "--head-dim", "64"]), ([], ["--help"]), (["-u"], ["plan", "--head-dim", "64"])],
+    ids=["last flush", "help", "print"],
+)
+def test_a_reader_that_goes_away_leaves_no_traceback(flags: list[str], command: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        arguments = [sys.executable, *flags, "-m", "refluent.cli", *command]
+        done = subprocess.run(arguments, stdout=write, stderr=subprocess.PIPE, text=True, env=environment)
+    finally:
+        os.close(write)
+    assert (done.stderr, done.returncode) == ("", cli.UNREAD)
+
+
+def test_a_head_size_that_no_backend_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--head-dim", "64", "13"]) == 2
+    assert "--head-dim: got 13; allowed: a multiple of 8 up to 256" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("device", ["nonsense", "cuda:77"])
 def test_a_device_that_is_not_there(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "--device", device]) == 2

@@ -166,7 +166,6 @@ def test_an_interrupt_keeps_the_earlier_report(quick, tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--arch", "sm_90a"], "there is a backward kernel for sm_100a only"),
         (["--checks", "everything"], "everything"),
         (["--num-sms", "0"], "num_sms must be between 1 and 1024"),
         (["--report", "{folder}"], "is no earlier report: name another place with --report"),
@@ -180,8 +179,13 @@ def test_wrong_usage(arguments, words, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "thesis.txt").exists()
 
 
+def test_a_chip_without_the_kernel(capsys):
+    assert command("--arch", "sm_90a", "backward") == 2
+    assert "there is a backward kernel for sm_100a only" in capsys.readouterr().err
+
+
 def test_what_argparse_refuses(capsys):
-    for arguments in (["backward", "more"], ["backward", "--arch", "sm_80"]):
+    for arguments in (["backward", "more"], ["backward", "--arch", "sm_80"], ["backward", "--arch", "sm_90a"]):
         with pytest.raises(SystemExit) as ended:
             command(*arguments)
         assert ended.value.code == 2

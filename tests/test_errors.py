@@ -151,6 +151,7 @@ STRIDE = "last stride 1 (the head dimension contiguous; others free)"
             ValueError,
             "v: got shape (2, 6, 2, 8); allowed: k's shape (2, 7, 2, 16) up to the last dimension",
         ),
+        ("k", torch.ones(1, 7, 2, 16), ValueError, "k: got 1 sequences; allowed: 2, as q has"),
         ("k", torch.ones(2, 7, 2, 32), ValueError, "k: got head dimension 32; allowed: q's, 16"),
         ("q", torch.ones(2, 5, 0, 16), ValueError, "q: got 0 heads; allowed: at least 1"),
         ("q", torch.ones(2, 5, 3, 16), ValueError, "k: got 2 heads; allowed: a divisor of q's 3 heads"),
@@ -195,6 +196,16 @@ def test_bhsd_needs_four_dimensions() -> None:
     arguments = tensors() | {"k": torch.ones(2, 7, 16), "layout": "bhsd"}
     text = "k: got shape (2, 7, 16); allowed: (batch, heads, seqlen, head_dim) with layout='bhsd'"
     refused(rf.attention, arguments, ValueError, text)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", ["q", "k", "v", "sink"])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("heads", ["bshd", "bhsd"])
+def test_nested_tensors(name: str, layout: torch.layout, heads: str) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(n, 4, 16) for n in (3, 5)], layout=layout)
+    with pytest.raises(TypeError, match=f"^{name}: got a nested tensor; allowed: a dense tensor"):
+        rf.attention(**tensors() | {name: nested}, layout=heads)
 
 
 def cu(*starts: int) -> Tensor:
@@ -378,6 +389,10 @@ class TestValidate:
     def test_checks_metadata_too(self) -> None:
         with pytest.raises(ValueError, match="softcap"):
             rf.validate(**tensors(), softcap=-1.0)
+        with pytest.raises(TypeError, match=r"^validate\(\) got an unexpected keyword argument 'nope'$"):
+            rf.validate(**tensors(), nope=3)  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match=r"^k: got int; allowed: a torch\.Tensor"):
+            rf.validate(**tensors() | {"k": 3}, layout="bhsd")
 
     @pytest.mark.parametrize(
         ("mod", "text"),
@@ -432,7 +447,11 @@ class TestValidate:
     def test_block_lists(self) -> None:
         block_mask = rf.create_block_mask(lambda b, h, i, j: j <= i, None, None, 64, 64, BLOCK_SIZE=16)
         block_mask.kv_indices[0, 0, 1, 0] = 77
+        counts = rf.create_block_mask(lambda b, h, i, j: j <= i, None, None, 64, 64, BLOCK_SIZE=16)
+        counts.kv_num_blocks[0, 0, 2] = -9
         x = [torch.randn(1, 64, 2, 8) for _ in range(3)]
         for function in (rf.validate, rf.attention):
-            with pytest.raises(ValueError, match="block_mask kv_indices must be between 0 and 3"):
+            with pytest.raises(ValueError, match="block_mask kv_indices must be between 0 and 3, got 77"):
                 function(*x, block_mask=block_mask)
+            with pytest.raises(ValueError, match="block_mask kv_num_blocks must be between 0 and 4, got -9"):
+                function(*x, block_mask=counts)

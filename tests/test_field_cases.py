@@ -16,7 +16,7 @@ from poison import poisoned_memory
 from refluent import accuracy
 from strategies import Built, Case, build
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
 def judge_built(built: Built) -> None:
@@ -158,6 +158,78 @@ def test_do_with_an_outer_stride_beyond_32_bits():
     o, lse = rf.attention(q, k, v, softcap=5.0, return_lse=True)
     raw = rf.attention_backward(do, q, k, v, o, lse, softcap=5.0)
     accuracy.expect(q, k, v, do, softcap=5.0).check_backward(raw.dq, raw.dk, raw.dv)
+
+
+# Scales
+
+
+SCALED = {
+    "plain": Case(F32, (33,), (33,), 2, 1, 16, 16),
+    "causal": Case(F32, (33,) * 2, (33,) * 2, 2, 1, 16, 16, causal=True),
+    "right window": Case(F64, (33,), (33,), 2, 1, 16, 16, window=(None, 0)),
+    "grouped": Case(BF16, (33,), (33,), 2, 2, 16, 16, causal=True),
+    "more queries": Case(F16, (40,), (25,), 1, 1, 16, 16, causal=True),
+    "packed": packed(
+        (20, 0, 13), (20, 4, 9), BF16, heads_kv=2, head_dim=16, head_dim_v=16, causal=True, tail_q=3, tail_k=2
+    ),
+    "used": Case(F16, (33,) * 2, (33,) * 2, 2, 1, 16, 16, used_q=(30, 7), used_k=(30, 5), causal=True),
+}
+
+
+@pytest.mark.parametrize("more", [{}, {"deterministic": True}, {"return_max_score": True}], ids=str)
+@pytest.mark.parametrize("scale", [-0.3, 0.0, -2.0, 1e-50])
+@pytest.mark.parametrize("case", SCALED.values(), ids=SCALED.keys())
+def test_a_scale_that_is_not_positive(case, scale, more):
+    """torch's own CPU kernel multiplies by it after masking with -inf; 1e-50 is 0 in float32."""
+    built = build(dataclasses.replace(case, scale=scale))
+    expected = expect(built)
+    o, lse, *max_score = call(built, return_lse=True, **more)
+    expected.check_forward(o, lse, *max_score)
+    with poisoned_memory():
+        o.backward(built.do)
+    expected.check_backward(dv=built.v.grad)
+    if scale == 1e-50:  # dq and dk are too small for float32
+        assert built.q.grad.isfinite().all()
+        assert built.k.grad.isfinite().all()
+    else:
+        expected.check_backward(built.q.grad, built.k.grad)
+
+
+@pytest.mark.parametrize("more", [{}, {"causal": True}, {"return_max_score": True}], ids=str)
+@pytest.mark.parametrize(("dtype", "size"), [(F32, 1e25), (BF16, 1e25), (F64, 1e200)], ids=str)
+def test_a_row_whose_scores_all_overflow_is_empty(dtype, size, more):
+    """torch's own CPU kernel gives it an lse of 0; a row whose only score and value are 0 has that by right."""
+    q, k, v = (torch.randn(2, 6, 1, 8).to(dtype) for _ in range(3))
+    q[0, 3:] = size
+    k[0] = -size
+    q[0, 0] = v[:, 0] = 0
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    o, lse, *_ = rf.attention(*leaves, return_lse=True, **more)
+    assert (o[0, 3:] == 0).all()
+    assert (lse[0, 0, 3:] == -math.inf).all()
+    assert float(lse[0, 0, 0].detach()) == pytest.approx(0 if "causal" in more else math.log(6))
+    assert (lse[1] > -math.inf).all()
+    o.sum().backward()
+    assert (q.grad[0, 3:] == 0).all()
+    assert all(t.grad.isfinite().all() for t in leaves)
+
+
+def cu(*starts):
+    return torch.tensor(starts, dtype=torch.int32)
+
+
+def test_overflow_in_one_of_several_sequences():
+    q, k, v, do = (torch.randn(12, 2, 8) for _ in range(4))
+    expected = accuracy.expect(q[6:][None], k[6:][None], v[6:][None], do[6:][None])
+    q[:6], k[:6] = 1e25, -1e25
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    o, lse = rf.attention_varlen(*leaves, cu_seqlens_q=cu(0, 6, 12), cu_seqlens_k=cu(0, 6, 12), return_lse=True)
+    assert (o[:6] == 0).all()
+    assert (lse[:, :6] == -math.inf).all()
+    expected.check_forward(o[6:][None], lse[None, :, 6:])
+    o.backward(do)
+    assert all((t.grad[:6] == 0).all() for t in leaves)
+    expected.check_backward(*(t.grad[6:][None] for t in leaves))
 
 
 # lse, sink, windows, empty rows

@@ -86,6 +86,30 @@ def _set(lo, hi):
     return set(range(lo, hi))
 
 
+@pytest.mark.parametrize(
+    ("more", "error", "text"),
+    [
+        ({"BLOCK_SIZE": 16.0}, TypeError, r"BLOCK_SIZE must be an int or a pair of ints .*, got 16.0"),
+        ({"BLOCK_SIZE": (16,)}, TypeError, r"BLOCK_SIZE must be an int or a pair of ints .*, got \(16,\)"),
+        ({"BLOCK_SIZE": "a"}, TypeError, "BLOCK_SIZE must be an int or a pair of ints .*, got 'a'"),
+        ({"BLOCK_SIZE": (16, 16.0)}, TypeError, "BLOCK_SIZE must be an int or a pair"),
+        ({"BLOCK_SIZE": (16, -16)}, ValueError, r"BLOCK_SIZE must be multiples of 16, got \(16, -16\)"),
+        ({"B": "x"}, TypeError, "B must be an int or None, got 'x'"),
+        ({"B": 0}, ValueError, "B must be at least 1 or None, got 0"),
+        ({"H": 0}, ValueError, "H must be at least 1 or None, got 0"),
+        ({"H": True}, TypeError, "H must be an int or None, got True"),
+        ({"Q_LEN": 10.0}, TypeError, "Q_LEN must be an int, got 10.0"),
+        ({"KV_LEN": 0}, ValueError, "KV_LEN must be at least 1, got 0"),
+        ({"device": "nope"}, ValueError, "device must be a torch.device, its name or None, got 'nope'"),
+        ({"device": 1.5}, TypeError, "device must be a torch.device, its name or None, got 1.5"),
+    ],
+)
+def test_create_block_mask_refuses_in_words(more, error, text):
+    arguments = {"B": None, "H": None, "Q_LEN": 10, "KV_LEN": 20} | more
+    with pytest.raises(error, match=text):
+        masks.create_block_mask(lambda b, h, i, j: j <= i, **arguments)
+
+
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("block_size", [128, 64, (16, 48), (96, 32)])
 @pytest.mark.parametrize(("sq", "sk"), [(256, 256), (300, 170), (61, 333), (1, 400)])

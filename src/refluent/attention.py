@@ -45,16 +45,18 @@ class AttentionGradients(NamedTuple):
     dsink: Tensor | None
     """(heads,), None without a sink."""
     dcaptured: dict[str, Tensor]
-    """One gradient for each floating-point tensor that score_mod captures, by its name in the user's code."""
+    """One gradient for each floating-point tensor that score_mod reads, whether it requires grad or not, by its name in
+    the user's code."""
 
 
-def _swap(tensor: Any, name: str, heads_first: bool) -> Any:
+def swap_layout(tensor: Any, name: str, heads_first: bool) -> Any:
     """(b, h, s, d) <-> (b, s, h, d), as a view."""
     if not heads_first:
         return tensor
-    if isinstance(tensor, Tensor) and tensor.dim() != 4:
-        refuse(name, f"shape {tuple(tensor.shape)}", "(batch, heads, seqlen, head_dim) with layout='bhsd'")
-    return tensor.transpose(1, 2) if isinstance(tensor, Tensor) else tensor
+    shape = describe(name, tensor).shape
+    if len(shape) != 4:
+        refuse(name, f"shape {tuple(shape)}", "(batch, heads, seqlen, head_dim) with layout='bhsd'")
+    return tensor.transpose(1, 2)
 
 
 def _finish(bound: Bound, heads_first: bool, return_lse: Any, return_max_score: bool) -> Any:
@@ -166,9 +168,9 @@ def attention(
     """
     heads_first = check_layout(layout)
     bound = bind(
-        _swap(q, "q", heads_first),
-        _swap(k, "k", heads_first),
-        _swap(v, "v", heads_first),
+        swap_layout(q, "q", heads_first),
+        swap_layout(k, "k", heads_first),
+        swap_layout(v, "v", heads_first),
         scale=scale,
         causal=causal,
         window=window,
@@ -368,7 +370,8 @@ def attention_backward(
         refuse("layout", "'bhsd' beside cu_seqlens", "'bshd' (packed tensors are (tokens, heads, head_dim))")
     if dropout_p != 0 and dropout_seed is None:
         refuse("dropout_seed", None, "the forward's seed while dropout_p is not 0")
-    do, q, k, v, o = (_swap(t, name, heads_first) for t, name in ((do, "do"), (q, "q"), (k, "k"), (v, "v"), (o, "o")))
+    named = (("do", do), ("q", q), ("k", k), ("v", v), ("o", o))
+    do, q, k, v, o = (swap_layout(tensor, name, heads_first) for name, tensor in named)
     call, score, _, _ = bind(
         q,
         k,
@@ -409,9 +412,9 @@ def attention_backward(
     dq, dk, dv, dsink, *dcaptured = ops.backward(call, do, o, lse, dlse, needs)
     names = score.mod.captured_names if score is not None else ()
     return AttentionGradients(
-        _swap(dq, "dq", heads_first),
-        _swap(dk, "dk", heads_first),
-        _swap(dv, "dv", heads_first),
+        swap_layout(dq, "dq", heads_first),
+        swap_layout(dk, "dk", heads_first),
+        swap_layout(dv, "dv", heads_first),
         dsink,
         {name: gradient for name, gradient in zip(names, dcaptured) if gradient is not None},
     )

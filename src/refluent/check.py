@@ -74,6 +74,15 @@ def _square(shape: Shape) -> Call:
     return replace(shape, seqlen_k=shape.seqlen_q).call(causal=True)
 
 
+def _negative_scale(shape: Shape) -> Call:
+    return replace(shape, seqlen_k=shape.seqlen_q).call(causal=True, scale=-0.3)
+
+
+def _zero_scale(shape: Shape) -> Call:
+    """Every weight of a row the same, whatever q and k; dq and dk exactly 0."""
+    return replace(shape, seqlen_k=shape.seqlen_q).call(causal=True, scale=0.0)
+
+
 def _window(shape: Shape) -> Call:
     return shape.call(causal=True, window=(31, 0))
 
@@ -145,6 +154,8 @@ CASES: dict[str, Callable[[Shape], Call]] = {
     "plain": _plain,
     "causal": _causal,
     "square": _square,
+    "neg_scale": _negative_scale,
+    "zero_scale": _zero_scale,
     "window": _window,
     "softcap": _softcap,
     "sink": _sink,

@@ -1,13 +1,14 @@
 """The command line: refluent demo | doctor | check | bench | emulate | plan | cache.
 
 Each command imports what it needs when it runs, and returns its exit code: 0 done, 1 a check failed, 2 wrong usage,
-130 interrupted.
+130 interrupted, 141 nobody reads what it prints.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,10 +19,22 @@ if TYPE_CHECKING:
     import torch
 
 INTERRUPTED = 130  # what a shell reports for SIGINT: 128 + 2
+UNREAD = 141  # and for SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the ``refluent`` command."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        return UNREAD
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
@@ -150,6 +163,8 @@ def _check(arguments: argparse.Namespace) -> int:
     from refluent import backends, check
 
     _device(arguments.device)
+    for head_dim in arguments.head_dim:
+        _check_head_dim("--head-dim", head_dim)
     try:
         backends.check_name(arguments.backend)
     except (ValueError, NotImplementedError) as error:
@@ -196,7 +211,7 @@ def _emulate_backward(before: argparse.Namespace) -> int:
         "float64 reference, what each warp role did, what the checks found, and a step's clocks beside the design's. "
         "About a minute. Exit code 1 if an error is over its bound or a check found something.",
     )
-    script.add_options(parser)
+    script.add_options(parser, ("sm_100a",))
     parser.add_argument(
         "--report", type=Path, metavar="DIR", help="write index.html, figures.json and each layer's timeline into DIR"
     )
@@ -275,12 +290,11 @@ def _add_plan(commands: Commands) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     from refluent.gpu.plans.draw import draw
     from refluent.gpu.plans.sm100 import backward_plan
-    from refluent.problem import MAX_HEAD_DIM, check_window
+    from refluent.problem import check_window
 
     head_dim, head_dim_v = arguments.head_dim, arguments.head_dim_v or arguments.head_dim
     for name, value in (("--head-dim", head_dim), ("--head-dim-v", head_dim_v)):
-        if value % 8 or value > MAX_HEAD_DIM:
-            raise UsageError(f"{name}: got {value}; allowed: a multiple of 8 up to {MAX_HEAD_DIM}")
+        _check_head_dim(name, value)
     try:
         left, right = check_window(tuple(arguments.window))
     except ValueError as error:
@@ -327,6 +341,13 @@ def positive_number(value: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive whole number")
     return number
+
+
+def _check_head_dim(option: str, value: int) -> None:
+    from refluent.problem import MAX_HEAD_DIM
+
+    if value % 8 or value > MAX_HEAD_DIM:
+        raise UsageError(f"{option}: got {value}; allowed: a multiple of 8 up to {MAX_HEAD_DIM}")
 
 
 def _device(name: str | None) -> torch.device | None:

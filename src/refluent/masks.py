@@ -214,11 +214,9 @@ def check_block_tensors(tensors: BlockTensors) -> None:
         if num is None or idx is None:
             maps.append(None)
             continue
-        if bool(((num < 0) | (num > min(limit, idx.shape[-1]))).any()):
-            raise ValueError(f"block_mask {name}_num_blocks must be between 0 and {limit}")
+        _check_between(f"{name}_num_blocks", num, torch.ones_like(num, dtype=torch.bool), min(limit, idx.shape[-1]))
         listed = torch.arange(idx.shape[-1], device=idx.device) < num[..., None]
-        if bool((listed & ((idx < 0) | (idx >= limit))).any()):
-            raise ValueError(f"block_mask {name}_indices must be between 0 and {limit - 1}")
+        _check_between(f"{name}_indices", idx, listed, limit - 1)
         dense = dense_blocks(num, idx, limit)
         if bool((dense.sum(-1) != num).any()):
             raise ValueError(f"block_mask {name}_indices lists a block twice in one row")
@@ -229,6 +227,12 @@ def check_block_tensors(tensors: BlockTensors) -> None:
     for by_query, by_key in ((kv, q), (full_kv, full_q)):
         if by_query is not None and by_key is not None and not torch.equal(by_query, by_key.transpose(-1, -2)):
             raise ValueError("block_mask q_indices are not the transpose of its kv_indices")
+
+
+def _check_between(name: str, values: Tensor, counts: Tensor, most: int) -> None:
+    wrong = values[counts & ((values < 0) | (values > most))]
+    if wrong.numel():
+        raise ValueError(f"block_mask {name} must be between 0 and {most}, got {int(wrong[0])}")
 
 
 def to_block_mask(
@@ -267,14 +271,11 @@ def create_block_mask(
     are partial, as torch has them.
     """
     traced = trace_mask_mod(mask_mod)
-    block_m, block_n = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
-    if block_m <= 0 or block_n <= 0 or block_m % 16 or block_n % 16:
-        raise ValueError(f"BLOCK_SIZE must be multiples of 16, got {BLOCK_SIZE}")
-    batch, heads = B or 1, H or 1
-    if min(batch, heads) < 1 or min(Q_LEN, KV_LEN) < 1:
-        raise ValueError(f"B, H, Q_LEN and KV_LEN must be at least 1, got {B}, {H}, {Q_LEN}, {KV_LEN}")
-    if device is None:
-        device = traced.captured[0].device if traced.captured else "cpu"
+    block_m, block_n = _block_size(BLOCK_SIZE)
+    batch, heads = (1 if size is None else _at_least_one(name, size) for name, size in (("B", B), ("H", H)))
+    for name, size in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
+        _at_least_one(name, size)
+    device = _list_device(device, traced)
     num_m, num_n = -(-Q_LEN // block_m), -(-KV_LEN // block_n)
     partial = torch.zeros(batch, heads, num_m, num_n, dtype=torch.bool, device=device)
     full = torch.zeros_like(partial)
@@ -287,7 +288,7 @@ def create_block_mask(
                 (m * block_m, min(Q_LEN, (m + 1) * block_m)),
                 (n * block_n, min(KV_LEN, (n + blocks_at_once) * block_n)),
                 block_n,
-                torch.device(device),
+                device,
             )
             full[:, :, m, n : n + blocks_at_once] = counts == block_m * block_n
             partial[:, :, m, n : n + blocks_at_once] = (counts > 0) & (counts < block_m * block_n)
@@ -298,6 +299,35 @@ def create_block_mask(
         mask_mod=mask_mod,
         seq_lengths=(Q_LEN, KV_LEN),
     )
+
+
+def _block_size(given: Any) -> tuple[int, int]:
+    pair = tuple(given) if isinstance(given, tuple | list) else (given, given)
+    if len(pair) != 2 or not all(isinstance(size, int) and not isinstance(size, bool) for size in pair):
+        raise TypeError(f"BLOCK_SIZE must be an int or a pair of ints (queries, keys), got {given!r}")
+    if min(pair) <= 0 or pair[0] % 16 or pair[1] % 16:
+        raise ValueError(f"BLOCK_SIZE must be multiples of 16, got {given}")
+    return pair[0], pair[1]
+
+
+def _at_least_one(name: str, size: Any) -> int:
+    optional = " or None" if name in ("B", "H") else ""
+    if not isinstance(size, int | torch.SymInt) or isinstance(size, bool):
+        raise TypeError(f"{name} must be an int{optional}, got {size!r}")
+    if size < 1:
+        raise ValueError(f"{name} must be at least 1{optional}, got {size}")
+    return size  # type: ignore[return-value]
+
+
+def _list_device(given: Any, traced: TracedMod) -> torch.device:
+    if given is None:
+        return traced.captured[0].device if traced.captured else torch.device("cpu")
+    if not isinstance(given, str | int | torch.device) or isinstance(given, bool):
+        raise TypeError(f"device must be a torch.device, its name or None, got {given!r}")
+    try:
+        return torch.device(given)
+    except RuntimeError as error:
+        raise ValueError(f"device must be a torch.device, its name or None, got {given!r}") from error
 
 
 def _count_allowed(

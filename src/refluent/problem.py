@@ -296,8 +296,9 @@ def describe(name: str, tensor: Any) -> Meta:
     """The metadata of a dense tensor argument."""
     if not isinstance(tensor, Tensor):
         refuse(name, type(tensor).__name__, "a torch.Tensor", TypeError)
-    if tensor.layout != torch.strided:
-        refuse(name, f"a tensor of layout {tensor.layout}", "a dense tensor (ragged: attention_varlen)", TypeError)
+    if tensor.is_nested or tensor.layout != torch.strided:
+        got = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
+        refuse(name, got, "a dense tensor (ragged: attention_varlen)", TypeError)
     return Meta(tensor.shape, tensor.dtype, tensor.device, tensor.stride(-1) if tensor.dim() else 1)
 
 
@@ -324,8 +325,8 @@ def check_tensors(metas: TensorMetas) -> int:
         ("v", v, metas.cu_seqlens_k is not None),
     ):
         _check_operand(name, meta, q, packed)
-    _check_heads(q.shape, k.shape, v.shape)
     batch = _check_batch(metas)
+    _check_heads(q.shape, k.shape, v.shape)
     for name, cu in (("cu_seqlens_q", metas.cu_seqlens_q), ("cu_seqlens_k", metas.cu_seqlens_k)):
         if cu is not None:
             _check_int32(name, cu, (batch + 1,), "(batch + 1,)", q.device)
@@ -355,8 +356,6 @@ def _check_operand(name: str, meta: Meta, q: Meta, packed: bool) -> None:
 
 
 def _check_heads(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> None:
-    if k[:-1] != v[:-1]:
-        refuse("v", f"shape {tuple(v)}", f"k's shape {tuple(k)} up to the last dimension")
     if k[-1] != q[-1]:
         refuse("k", f"head dimension {k[-1]}", f"q's, {q[-1]}")
     heads_q, heads_kv = q[-2], k[-2]
@@ -364,6 +363,8 @@ def _check_heads(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> None:
         refuse("q", "0 heads", "at least 1")
     if heads_kv == 0 or heads_q % heads_kv != 0:
         refuse("k", f"{heads_kv} heads", f"a divisor of q's {heads_q} heads")
+    if k[:-1] != v[:-1]:
+        refuse("v", f"shape {tuple(v)}", f"k's shape {tuple(k)} up to the last dimension")
 
 
 def _check_batch(metas: TensorMetas) -> int:

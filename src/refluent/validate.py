@@ -7,7 +7,7 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from refluent import ops
-from refluent.attention import AttentionOptions
+from refluent.attention import AttentionOptions, swap_layout
 from refluent.binding import bind
 from refluent.problem import check_layout
 from refluent.values import check_reads, check_values
@@ -43,8 +43,11 @@ def validate(
         TypeError: An argument of the wrong kind.
         UnsupportedError: No backend can serve the call.
     """
-    if check_layout(layout):
-        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    unknown = options.keys() - DEFAULTS.keys()
+    if unknown:
+        raise TypeError(f"validate() got an unexpected keyword argument {min(unknown)!r}")
+    heads_first = check_layout(layout)
+    q, k, v = (swap_layout(tensor, name, heads_first) for name, tensor in (("q", q), ("k", k), ("v", v)))
     lengths: dict[str, Any] = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,

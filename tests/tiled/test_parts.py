@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from refluent import reference, tiled
+from refluent import accuracy, reference, tiled
 from refluent.problem import Needs
 from refluent.tiled import cpu_flash, hardware, parallel
 from refluent.tiled.dropout import keep_mask, philox, threshold
@@ -163,7 +163,7 @@ def test_exponentials_are_put_right(size: float) -> None:
     """Rows of exp(x - c) in float32 after the correction: no common error is left, whatever c."""
     c = torch.rand(500, 1) * size
     x = c - torch.rand(500, 64)
-    exponential = Exponential(torch.float32)
+    exponential = Exponential(binary=True)
     minus = exponential.minus(c)
     residual = exponential.residual(c, minus)
     assert residual is not None
@@ -171,6 +171,53 @@ def test_exponentials_are_put_right(size: float) -> None:
     error = got.double() / torch.exp(x.double() - c.double()) - 1
     assert error.abs().max() < 6e-7
     assert error.mean(-1).abs().max() < 2e-7
+
+
+LOW = torch.finfo(torch.float32).min
+FAR = [-1.1e9, -8e9, -1e10, LOW, 5e8, 1e10, 1e30]
+
+
+@pytest.mark.parametrize("far", FAR)
+@pytest.mark.parametrize("sink", [None, 0.0, "far"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_scores_of_any_size(far: float, sink: Any, dtype: torch.dtype) -> None:
+    """Rows that see far scores alone, rows that meet them in their first tile, in their last one, and not at all."""
+    q, k, v, do = operands(100, 100, dtype=dtype)
+    i, j = torch.arange(100)[:, None], torch.arange(100)
+    hidden = (i < 20) | ((i < 40) & (j < 50)) | ((i >= 60) & (i < 80) & (j >= 50))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    value = torch.tensor(far, dtype=torch.float32)
+    options: dict[str, Any] = {"score_mod": lambda s, b, h, i, j: torch.where(hidden[i, j], value, s)}
+    if sink is not None:
+        options["sink"] = torch.full((2,), far if sink == "far" else sink, dtype=wide)
+    if far < 0:
+        do[:, :20] = 0  # float32 has no lse that tells -1e9 from -1e9 + log(100): what the backward makes of them
+        check(q, k, v, do, tile=TILE, **options)
+    else:
+        got = run(q, k, v, do, tile=TILE, **options)
+        accuracy.expect(q, k, v, **options).check_forward(got.o, got.lse, got.max_score)
+    got = run(q, k, v, torch.ones_like(do), tile=TILE, **options)
+    assert all(x.isfinite().all() for x in got.tensors().values())
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 6e4), (torch.float32, 6e4), (torch.float64, 1e140)])
+def test_products_of_any_size(dtype: torch.dtype, size: float, sign: int) -> None:
+    x = torch.full((1, 70, 1, 8), size, dtype=dtype)
+    got = run(x, sign * x, x, torch.ones_like(x), tile=TILE)
+    accuracy.expect(x, sign * x, x).check_forward(got.o, got.lse, got.max_score)
+    assert got.gradients.dv.isfinite().all()
+
+
+def test_tiles_do_not_drift_apart() -> None:
+    """A row's largest score stays as it is over many tiles: none of them may change what the first ones added."""
+    q, k = torch.ones(1, 1, 1, 8), torch.full((1, 4096, 1, 8), 106.1)
+    k[:, 0] += 0.01
+    v = torch.randn(1, 4096, 1, 8)
+    got = run(q, k, v, torch.ones(1, 1, 1, 8), tile=TileSize(16, 16, 1 << 19))
+    expected = reference.attention(q, k, v)
+    assert (got.lse - expected.lse).abs().max() < 6e-5  # 2 units of 300 in float32
+    torch.testing.assert_close(got.o.double(), expected.o, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("onednn", [True, False])

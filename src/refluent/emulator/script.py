@@ -6,6 +6,7 @@ import argparse
 import runpy
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="passed on to the script")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser, architectures: Sequence[str] = ARCHITECTURES) -> None:
     """What the chip is like."""
+    short = " and ".join(name.replace("_", "").removesuffix("a") for name in architectures)
     parser.add_argument(
         "--arch",
         type=architecture,
-        choices=ARCHITECTURES,
+        choices=architectures,
         default="sm_100a",
-        help="emulated chip (default: %(default)s); sm90 and sm100 will do",
+        help=f"emulated chip (default: %(default)s); {short} will do",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the schedule (default: 0)")
     parser.add_argument("--schedule", choices=SCHEDULES, default="fair", help="order of warps, CTAs and copies")

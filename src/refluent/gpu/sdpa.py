@@ -16,7 +16,8 @@ def same_function(problem: Problem) -> bool:
     options = problem.options
     causal = not options.causal or problem.seqlen_q == problem.seqlen_k  # torch aligns the diagonal top-left
     special = (
-        options.window != (None, None)
+        problem.scale < torch.finfo(torch.float32).tiny  # flash attention applies it after the mask and the maximum
+        or options.window != (None, None)
         or options.softcap > 0
         or options.dropout_p > 0
         or options.return_max_score

@@ -76,10 +76,11 @@ def forward(
         if alone is not None:
             return alone.o, alone.lse, None
     out = Outputs.empty(problem, inputs.q)
-    for call in calls:
-        if call is not None:
-            cpu_flash.forward_segment(problem, inputs, call, out)
-    tiled = [segment for segment, call in zip(segments, calls) if call is None]
+    tiled = [
+        segment
+        for segment, call in zip(segments, calls)
+        if call is None or not cpu_flash.forward_segment(problem, inputs, call, out)
+    ]
     _forward_tiles(problem, inputs, tile, tiled, out)
     return out.o, out.lse, out.max_score
 
@@ -123,10 +124,8 @@ def backward(
     tiled: list[Segment] = []
     for segment in host_segments(problem, inputs):
         call = cpu_flash.plan_backward(problem, segment, dlse) if tile is None else None
-        if call is None:
+        if call is None or not cpu_flash.backward_segment(problem, inputs, call, upstream, out):
             tiled.append(segment)
-        else:
-            cpu_flash.backward_segment(problem, inputs, call, upstream, out)
     _backward_tiles(problem, inputs, tile, tiled, upstream, needs, out)
     return finish(inputs, out)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from refluent.problem import Gradients, Inputs, Needs, Problem
 from refluent.tiled.dropout import keep_mask
-from refluent.tiled.operands import Exponential, minus_inf_to_zero, pack_keys, pack_rows
+from refluent.tiled.operands import Exponential, largest, minus_inf_to_zero, pack_keys, pack_rows
 from refluent.tiled.products import Products, product_dtype
 from refluent.tiled.scores import Scorer, Workspace
 from refluent.tiled.visible import BlockMap, Keep, Tile, Visibility
@@ -91,6 +91,10 @@ def backward_chunks(
         _Backward(problem, inputs, chunk, tile, blocks, workspace, upstream, needs, out).run()
 
 
+_SURE = 2.0**20
+"""Magnitude of lse up to which scores come out again as the forward had them, but for a small part of 1."""
+
+
 @dataclass(frozen=True)
 class _Rows:
     """What a tile of rows brings along; r = group * tm rows per unit."""
@@ -101,6 +105,8 @@ class _Rows:
     do_columns: Tensor  # (units, dv, r) in the product type; divided likewise unless that type rounds
     minus_lse: Tensor  # (units, r, 1), as Exponential takes it; -inf where the row is empty, so that p = 0
     delta: Tensor  # (units, r, 1)
+    exp: Exponential
+    sure: bool  # that exp(s - lse) is at most 1 but for rounding, as it is in exact numbers
     dq: Tensor  # (units, r, d), accumulator
 
 
@@ -124,7 +130,7 @@ class _Backward:
         self.accum = problem.accum_dtype
         self.product = product_dtype(problem)
         self.rounds = self.product != self.accum
-        self.exp = Exponential(self.accum)
+        self.exp = Exponential.of_choice(problem)
         self.products = Products(problem, workspace)
         self.workspace = workspace
         self.visibility = Visibility(problem, inputs, chunk, tile, blocks)
@@ -188,11 +194,13 @@ class _Backward:
             delta.sub_(dlse)
         self._add_sink_gradient(lse, delta, alive)
         finite_lse = minus_inf_to_zero(lse)
-        minus_lse = self.exp.minus(finite_lse)
+        sure = self.problem.device.type != "cpu" or largest(finite_lse) < _SURE
+        exp = self.exp if sure else Exponential(binary=False)
+        minus_lse = exp.minus(finite_lse)
         do_as_given = do.to(self.product) if self.rounds else do
         # p times a number per row is do and delta times that number.
         do.mul_(self.keep_factor)
-        residual = None if self.rounds else self.exp.residual(finite_lse, minus_lse)
+        residual = None if self.rounds else exp.residual(finite_lse, minus_lse)
         if residual is not None:
             correction = residual.neg_().exp_()
             do.mul_(correction)
@@ -206,6 +214,8 @@ class _Backward:
             do_columns=do_as_given.transpose(1, 2).contiguous(),
             minus_lse=minus_lse,
             delta=delta,
+            exp=exp,
+            sure=sure,
             dq=torch.zeros_like(q),
         )
 
@@ -233,7 +243,9 @@ class _Backward:
         raw = self.products.fresh("s", rows.q, self.k[:, keys].transpose(1, 2))
         s = self.scorer.apply(raw, tile)
         target = self._buffer("p", raw.shape, self.accum) if self.needs_scores_after else raw
-        p = self.exp.of(s, rows.minus_lse, out=target)
+        p = rows.exp.of(s, rows.minus_lse, out=target)
+        if not rows.sure:
+            p.clamp_(max=1.0)
         if tile.keep is not None:
             tile.keep.zero_(self.scorer.by_head(p))
         kept = self._kept(tile)

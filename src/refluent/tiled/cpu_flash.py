@@ -1,15 +1,17 @@
 """torch's own flash attention kernel for the CPU, where it computes exactly what is asked and is the faster way.
 
-It knows one scale, no mask or the square causal one (aligned top-left), and one head dimension; its backward takes no
-gradient of lse. It divides by zero without keys. With 16-bit inputs its lse is off by 5e-5 and its backward adds up dk
-and dv in 16 bits, with errors that grow with the sequence (4 times eager's at 4096 positions), so those run as
-float32 copies. Being fused it is the faster way, unless oneDNN's float32 products, which the tiles use, run at twice
-the rate of MKL's (hardware.py). Then it serves short sequences, where one call costs 0.1 ms and a walk over tiles 0.5,
-and float64.
+It knows one positive scale (it multiplies after masking with -inf), no mask or the square causal one (aligned
+top-left), and one head dimension; its backward takes no gradient of lse. It divides by zero without keys, and gives a
+row whose scores have all overflowed to -inf an lse of 0: tiles do such calls. With 16-bit inputs its lse is off by
+5e-5 and its backward adds up dk and dv in 16 bits, with errors that grow with the sequence (4 times eager's at 4096
+positions), so those run as float32 copies. Being fused it is the faster way, unless oneDNN's float32 products, which
+the tiles use, run at twice the rate of MKL's (hardware.py). Then it serves short sequences, where one call costs 0.1
+ms and a walk over tiles 0.5, and float64.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +77,8 @@ def _exact(problem: Problem, segment: Segment) -> Call | None:
     modified = options.softcap or options.score_mod or options.mask_mod or options.block_mask or options.dropout_p
     if modified or problem.has_sink or options.return_max_score or problem.head_dim != problem.head_dim_v:
         return None
+    if problem.scale < torch.finfo(problem.accum_dtype).tiny:
+        return None  # a zero, negative or underflowing scale makes NaN or inf of masked scores
     len_q, len_k, shift = segment.len_q, segment.len_k, segment.len_k - segment.len_q
     if len_q == 0 or len_k == 0:
         return None
@@ -91,30 +95,37 @@ def _exact(problem: Problem, segment: Segment) -> Call | None:
 
 
 def forward_alone(problem: Problem, inputs: Inputs, call: Call) -> Outputs | None:
-    """The forward of a call that is one segment, in the kernel's own memory; None where some rows see nothing."""
+    """The forward of a call that is one segment, in the kernel's own memory; None where rows may see nothing."""
     if call.first_row > 0:
         return None
     q, k, v = _operands(problem, inputs, call)
     o, lse = _forward(q, k, v, 0.0, call.causal, scale=problem.scale)
+    if _may_have_lost_rows(o, lse):
+        return None
     return Outputs(o.transpose(1, 2).to(problem.dtype), lse, None)
 
 
-def forward_segment(problem: Problem, inputs: Inputs, call: Call, out: Outputs) -> None:
-    """Fill ``out`` for the rows of one segment."""
+def forward_segment(problem: Problem, inputs: Inputs, call: Call, out: Outputs) -> bool:
+    """Fill ``out`` for the rows of one segment; False, with nothing filled, where rows may have lost every score."""
     whole, i0, i1 = _whole(problem, call), call.first_row, call.segment.len_q
     q, k, v = _operands(problem, inputs, call)
     o, lse = _forward(q, k, v, 0.0, call.causal, scale=problem.scale)
+    if _may_have_lost_rows(o, lse):
+        return False
     whole.query_side(out.o, 0, i0).zero_()
     whole.query_side(out.o, i0, i1).copy_(o)
     whole.row_side(out.lse, i0, i1).copy_(lse)
+    return True
 
 
-def backward_segment(problem: Problem, inputs: Inputs, call: Call, upstream: Upstream, out: Gradients) -> None:
-    """Fill the gradients that ``out`` has room for, for one segment."""
+def backward_segment(problem: Problem, inputs: Inputs, call: Call, upstream: Upstream, out: Gradients) -> bool:
+    """Fill the gradients that ``out`` has room for, for a segment; False, with nothing filled, where a row is empty."""
     whole, i0, i1 = _whole(problem, call), call.first_row, call.segment.len_q
+    lse = whole.row_side(upstream.lse, i0, i1)
+    if bool((lse == -math.inf).any()):
+        return False
     q, k, v = _operands(problem, inputs, call)
     do, o = (whole.query_side(x, i0, i1).to(problem.accum_dtype) for x in (upstream.do, upstream.o))
-    lse = whole.row_side(upstream.lse, i0, i1)
     if do.stride(-1) != 1:
         do = do.contiguous()
     dq, dk, dv = _backward(do, q, k, v, o, lse, 0.0, call.causal, scale=problem.scale)
@@ -124,6 +135,14 @@ def backward_segment(problem: Problem, inputs: Inputs, call: Call, upstream: Ups
     for target, made in ((out.dk, dk), (out.dv, dv)):
         if target is not None:
             whole.key_side(target, 0, call.segment.len_k).copy_(made)
+    return True
+
+
+def _may_have_lost_rows(o: Tensor, lse: Tensor) -> bool:
+    """Whether the kernel's lse and o are both 0 somewhere: a row without a score above -inf, or values of 0."""
+    if int(torch.count_nonzero(lse)) == lse.numel():
+        return False
+    return bool((o[lse == 0] == 0).all(-1).any())
 
 
 def _whole(problem: Problem, call: Call) -> Chunk:

@@ -62,7 +62,7 @@ class _Forward:
         self.problem, self.inputs, self.chunk, self.tile, self.out = problem, inputs, chunk, tile, out
         self.accum = problem.accum_dtype
         self.product = product_dtype(problem)
-        self.exp = Exponential(self.accum)
+        self.exp = Exponential.of_choice(problem)
         self.products = Products(problem, workspace)
         self.workspace = workspace
         self.visibility = Visibility(problem, inputs, chunk, tile, blocks)
@@ -73,10 +73,12 @@ class _Forward:
 
     def run(self) -> None:
         for i0 in range(0, self.chunk.segment.len_q, self.tile.m):
-            self._rows(i0, min(i0 + self.tile.m, self.chunk.segment.len_q))
+            i1 = min(i0 + self.tile.m, self.chunk.segment.len_q)
+            if not self._rows(i0, i1, self.exp):
+                self._rows(i0, i1, Exponential(binary=False))
 
-    def _rows(self, i0: int, i1: int) -> None:
-        """Rows [i0, i1) against every key they may see."""
+    def _rows(self, i0: int, i1: int, exp: Exponential) -> bool:
+        """Rows [i0, i1) against every key they may see; False, with nothing stored, where ``exp`` does not reach."""
         q = pack_rows(self.chunk.query_side(self.inputs.q, i0, i1), self.chunk, self.accum)
         q.mul_(self.problem.scale)
         acc = q.new_zeros(*q.shape[:-1], self.problem.head_dim_v)
@@ -85,15 +87,18 @@ class _Forward:
         for tile in self.visibility.tiles(i0, i1):
             s = self._scores(q, tile)
             new_max = torch.maximum(row_max, s.amax(-1, keepdim=True))
-            minus_max = self.exp.minus(minus_inf_to_zero(new_max))
-            p = self.exp.of(s, minus_max, out=self._buffer("p", s.shape, self.accum))
-            rescale = self.exp.of(row_max, minus_max, out=row_max)
+            minus_max = exp.minus(minus_inf_to_zero(new_max))
+            if not exp.reaches(minus_max):
+                return False
+            p = exp.of(s, minus_max, out=self._buffer("p", s.shape, self.accum))
+            rescale = exp.rescale(row_max, minus_max)
             row_sum.mul_(rescale).add_(p.sum(-1, keepdim=True))
             row_max = new_max
             if self.inputs.philox is not None:
                 self._drop(p, tile, self.inputs.philox)
             self._accumulate(acc.mul_(rescale), p, tile)
-        self._store(i0, i1, acc, row_max, row_sum)
+        self._store(i0, i1, acc, row_max, row_sum, exp)
+        return True
 
     def _scores(self, q: Tensor, tile: Tile) -> Tensor:
         """Scores of a tile (units, group * tm, tn) after softcap and score_mod, -inf where masked."""
@@ -116,11 +121,11 @@ class _Forward:
             p = self._buffer("p", p.shape, self.product).copy_(p)
         self.products.add(acc, p, self.v[:, tile.j0 : tile.j1])
 
-    def _store(self, i0: int, i1: int, acc: Tensor, row_max: Tensor, row_sum: Tensor) -> None:
+    def _store(self, i0: int, i1: int, acc: Tensor, row_max: Tensor, row_sum: Tensor, exp: Exponential) -> None:
         chunk, out = self.chunk, self.out
         top = minus_inf_to_zero(row_max)
         lse = row_sum.log()
-        residual = self.exp.residual(top, self.exp.minus(top))
+        residual = exp.residual(top, exp.minus(top))
         if residual is not None:
             lse.sub_(residual)
         lse.add_(top)
@@ -128,8 +133,10 @@ class _Forward:
         if self.inputs.sink is not None:
             sink = chunk.head_side(self.inputs.sink).to(self.accum)[:, None, None]
             by_head = self.scorer.by_head
-            total = by_head(row_sum) + torch.add(by_head(top).neg(), sink).exp_()
-            total = total.view_as(row_sum)
+            share = sink - by_head(top)
+            if residual is not None:
+                share.add_(by_head(residual))
+            total = row_sum + share.exp_().view_as(row_sum)
             lse = torch.logaddexp(by_head(lse), sink).view_as(row_sum)
         factor = 1.0 / (1.0 - self.problem.options.dropout_p) if self.inputs.philox is not None else 1.0
         acc.mul_(factor / total.masked_fill(total == 0, 1.0))
