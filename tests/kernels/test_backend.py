@@ -13,6 +13,7 @@ from refluent import accuracy, emulator
 
 pytestmark = pytest.mark.emulator
 NAME = "emulate:sm100"
+LABELS = torch.zeros(40, dtype=torch.uint64)
 
 
 def tensors(b, sq, sk, h, hkv, d, dv, dtype=torch.bfloat16):
@@ -110,17 +111,37 @@ def test_the_device_backend_inside_the_emulator():
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({"score_mod": lambda s, b, h, i, j: s * 2}, "do not take a score_mod yet; backend='torch' does"),
-        ({"mask_mod": lambda b, h, i, j: i > j}, "do not take a mask_mod yet; backend='torch' does"),
         (
             {"block_mask": rf.create_block_mask(lambda b, h, i, j: i > j, None, None, 40, 40)},
-            "do not take a block_mask yet; backend='torch' does",
+            "its kernels do not take a block_mask yet; backend='torch' does",
+        ),
+        (
+            {"score_mod": lambda s, b, h, i, j: s.sin() + torch.erf(s)},
+            r"its kernels cannot compute cos, erf, sin of score_mod 'lambda'; what they can is abs, add, .* where; "
+            "backend='torch' takes it",
+        ),
+        (
+            {"mask_mod": lambda b, h, i, j: i**9 > j},
+            "its kernels cannot compute pow of whole numbers beyond 8 of mask_mod 'lambda'; what they can is",
+        ),
+        (
+            {"score_mod": lambda s, b, h, i, j: s + LABELS[i].to(torch.int64)},
+            "score_mod 'lambda' reads LABELS of type torch.uint64; its kernels read float32, float64, .* bool",
         ),
     ],
 )
 def test_what_is_not_there_yet(more, text):
-    with pytest.raises(rf.UnsupportedError, match=f"backend '{NAME}': its kernels {text}"):
+    with pytest.raises(rf.UnsupportedError, match=f"backend '{NAME}': {text}"):
         rf.attention(*tensors(1, 40, 40, 1, 1, 64, 64), backend=NAME, **more)
+
+
+def test_an_empty_captured_tensor():
+    q, k, v = tensors(1, 40, 40, 1, 1, 64, 64)
+    nothing = torch.zeros(0)
+    with pytest.raises(ValueError, match=r"reads nothing, of shape \(0,\), which holds nothing"):
+        rf.attention_backward(
+            q, q, k, v, q, torch.zeros(1, 1, 40), score_mod=lambda s, b, h, i, j: s + nothing[j], backend=NAME
+        )
 
 
 def test_what_it_does_not_take():

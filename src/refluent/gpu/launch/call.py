@@ -14,9 +14,11 @@ from refluent.gpu.device.seqlen import workspace_blocks
 from refluent.gpu.launch.compiled import compiled_backward
 from refluent.gpu.launch.variant import Variant, variant_of
 from refluent.gpu.launch.workspace import Extents, sections
+from refluent.mods.mod import Mod
 from refluent.problem import Gradients, Inputs, Needs, Problem
 
 VECTOR = 8  # 16-bit elements: what strides have to be multiples of
+_PASSED_AS = {torch.bool: torch.uint8, torch.uint16: torch.int16, torch.uint32: torch.int32}
 OPEN = 1 << 29  # keys: more than a sequence has, and sums of two with a position stay 32-bit
 
 
@@ -41,13 +43,20 @@ def backward(
     arch, emulated = target(inputs.q.device)
     sink = inputs.sink
     sink_type = None if sink is None else sink.dtype
-    prepared = prepare(problem, arch, dlse is not None, sink_type, inputs.q.shape[0], inputs.k.shape[0])
+    wanted = needs.dcaptured if any(needs.dcaptured) else ()
+    captured = pass_captured(inputs.score_captured, problem.options.score_mod)
+    mask_captured = pass_captured(inputs.mask_captured, problem.options.mask_mod)
+    elements = tuple(tensor.numel() if need else 0 for tensor, need in zip(captured, wanted))
+    prepared = prepare(
+        problem, arch, dlse is not None, sink_type, inputs.q.shape[0], inputs.k.shape[0], wanted, elements
+    )
     variant = prepared.variant
     q, k, v, o, do = (fit(tensor) for tensor in (inputs.q, inputs.k, inputs.v, o, do))
     dq = _output(q, cleared=problem.varlen_q)
     whole = problem.varlen_k or (problem.has_seqused_k and variant.group == 1)
     dk, dv = (_output(tensor, cleared=whole) for tensor in (k, v))
     dsink = None if sink is None else sink.new_empty(sink.shape)
+    dcaptured = gradients_of(inputs.score_captured, needs.dcaptured)
     workspace = q.new_empty(prepared.elements, dtype=torch.float32)
     compiled_backward(variant, emulated)(
         q,
@@ -68,6 +77,9 @@ def backward(
         dk,
         dv,
         dsink,
+        captured,
+        mask_captured,
+        tuple(None if gradient is None else gradient.view(-1) for gradient in dcaptured),
         *prepared.numbers,
         ctas,
     )
@@ -76,6 +88,7 @@ def backward(
         dk if needs.dk else None,
         dv if needs.dv else None,
         dsink if needs.dsink else None,
+        dcaptured,
     )
 
 
@@ -121,6 +134,27 @@ def fit_vector(vector: Tensor | None) -> Tensor | None:
     return vector.clone(memory_format=torch.contiguous_format)
 
 
+def pass_captured(captured: tuple[Tensor, ...], mod: Mod | None) -> tuple[Tensor, ...]:
+    """Captured tensors as the kernels take them, without a copy: at least one dimension, no unsigned type but bytes."""
+    made = []
+    for number, tensor in enumerate(captured):
+        if mod is not None and tensor.numel() == 0:
+            name = mod.captured_names[number]
+            raise ValueError(f"{mod.label} reads {name}, of shape {tuple(tensor.shape)}, which holds nothing")
+        tensor = tensor.detach() if tensor.ndim else tensor.detach().view(1)
+        made.append(tensor.view(_PASSED_AS.get(tensor.dtype, tensor.dtype)))
+    return tuple(made)
+
+
+def gradients_of(captured: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    """Contiguous outputs; None where no gradient is needed."""
+    wanted = needs or (False,) * len(captured)
+    return tuple(
+        torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if need else None
+        for tensor, need in zip(captured, wanted)
+    )
+
+
 def _output(like: Tensor, cleared: bool) -> Tensor:
     """A contiguous gradient; cleared where it has rows that no kernel writes."""
     return like.new_zeros(like.shape) if cleared else like.new_empty(like.shape)
@@ -142,7 +176,11 @@ def _empty(problem: Problem, inputs: Inputs, lse: Tensor, dlse: Tensor | None, n
         torch.zeros_like(tensor) if need else None
         for tensor, need in ((inputs.q, needs.dq), (inputs.k, needs.dk), (inputs.v, needs.dv))
     )
-    return Gradients(dq, dk, dv, dsink)
+    dcaptured = tuple(
+        None if gradient is None else gradient.zero_()
+        for gradient in gradients_of(inputs.score_captured, needs.dcaptured)
+    )
+    return Gradients(dq, dk, dv, dsink, dcaptured)
 
 
 @dataclass(frozen=True)
@@ -156,14 +194,22 @@ class Prepared:
 
 @lru_cache(maxsize=4096)
 def prepare(
-    problem: Problem, arch: str, dlse: bool, sink: torch.dtype | None, tokens_q: int, tokens_k: int
+    problem: Problem,
+    arch: str,
+    dlse: bool,
+    sink: torch.dtype | None,
+    tokens_q: int,
+    tokens_k: int,
+    dcaptured: tuple[bool, ...] = (),
+    captured: tuple[int, ...] = (),
 ) -> Prepared:
-    """tokens: rows that q and k hold, of packed sequences."""
-    variant = variant_of(problem, arch, dlse, sink)
+    """tokens: rows that q and k hold, of packed sequences; dcaptured: as Needs says; captured: those tensors' elements,
+    0 of the others."""
+    variant = variant_of(problem, arch, dlse, sink, dcaptured)
     plan = variant.plan
     m_blocks = workspace_blocks(problem.batch, problem.seqlen_q, tokens_q, plan.tile_m, variant.packed_q)
     n_blocks = workspace_blocks(problem.batch, problem.seqlen_k, tokens_k, plan.tile_n, variant.packed_k)
-    extents = Extents(problem.heads_q, problem.heads_kv, m_blocks, n_blocks)
+    extents = Extents(problem.heads_q, problem.heads_kv, m_blocks, n_blocks, captured)
     return Prepared(variant, int(sections(variant, extents).total), _numbers(problem))
 
 

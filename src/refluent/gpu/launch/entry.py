@@ -5,15 +5,19 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 
+from refluent.gpu.collect import collect
 from refluent.gpu.convert import Convert
 from refluent.gpu.delta import Delta, DeltaTensors
+from refluent.gpu.device import arithmetic
 from refluent.gpu.device.seqlen import Side, workspace_blocks
 from refluent.gpu.launch import fakes
 from refluent.gpu.launch.variant import Variant
-from refluent.gpu.launch.workspace import ALIGN, Extents, Sections, sections
-from refluent.gpu.plans.sm100 import Accumulator
+from refluent.gpu.launch.workspace import ALIGN, Extents, Sections, captured_starts, sections
+from refluent.gpu.plans.sm100 import EXACT, LIMBS, Accumulator
 from refluent.gpu.sm100.backward.context import Static, Targets
 from refluent.gpu.sm100.backward.kernel import Backward
+from refluent.mods.emit import MaskMod, ScoreMod
+from refluent.mods.mod import find_mod
 
 
 class BackwardEntry:
@@ -23,8 +27,18 @@ class BackwardEntry:
         self.variant = variant
         self.plan = plan = variant.plan
         self.delta = Delta(plan.tile_m, plan.head_dim_v)
+        score = find_mod(variant.score_mod) if variant.score_mod else None
+        mask = find_mod(variant.mask_mod) if variant.mask_mod else None
         self.main = Backward(
-            Static(fakes.TYPES[variant.dtype], plan, variant.softcap, variant.dropout, variant.deterministic),
+            Static(
+                fakes.TYPES[variant.dtype],
+                plan,
+                variant.softcap,
+                variant.dropout,
+                variant.deterministic,
+                ScoreMod(score, variant.dcaptured, variant.softcap, arithmetic) if score else None,
+                MaskMod(mask, arithmetic) if mask else None,
+            ),
             variant.group,
             variant.has_left,
             variant.has_right,
@@ -54,6 +68,9 @@ class BackwardEntry:
         dk: cute.Tensor,
         dv: cute.Tensor,
         dsink: cute.Tensor | None,
+        captured: tuple,  # by score_mod and by mask_mod, see fakes.captured
+        mask_captured: tuple,
+        dcaptured: tuple,  # (n,) of a captured tensor's type, or None
         batch: cutlass.Int32,
         seqlen_q: cutlass.Int32,
         seqlen_k: cutlass.Int32,
@@ -74,6 +91,7 @@ class BackwardEntry:
             cutlass.Int64(k.shape[cute.rank(k) - 2]),
             cutlass.Int64(workspace_blocks(batch, seqlen_q, queries.tokens, plan.tile_m, variant.packed_q)),
             cutlass.Int64(workspace_blocks(batch, seqlen_k, keys.tokens, plan.tile_n, variant.packed_k)),
+            tuple(cutlass.Int64(0 if out is None else out.shape[0]) for out in dcaptured) if variant.dcaptured else (),
         )
         views = Views(workspace, variant, extents, sections(variant, extents))
         lse_log2, dpsum = views.statistic(views.at.lse_log2), views.statistic(views.at.dpsum)
@@ -103,12 +121,18 @@ class BackwardEntry:
             keep_from,
             keep_scale,
             ctas,
+            captured,
+            mask_captured,
+            views.sums(captured),
             stream,
         )
         self.convert_dq(views.dq(4), dq, queries, scale, batch, stream)
         if cutlass.const_expr(variant.group > 1):
             self.convert_dk(views.dk(4), dk, keys, scale, batch, stream)
             self.convert_dv(views.dv(4), dv, keys, cutlass.Float32(1.0), batch, stream)
+        for number, out in cutlass.const_expr(tuple(enumerate(dcaptured))):
+            if cutlass.const_expr(out is not None):
+                collect(views.sum_of(number, (out.shape[0],)), out, stream)
 
 
 def side(tensor: cute.Tensor, cu_seqlens, seqused, seqlen) -> Side:
@@ -165,6 +189,26 @@ class Views:
         turns = self._tensor(start, (cutlass.Int32(heads), cutlass.Int32(count)), (count, 1))
         return cute.make_tensor(cute.recast_ptr(turns.iterator, dtype=cutlass.Int32), turns.layout)
 
+    def sum_of(self, number: int, shape: tuple) -> cute.Tensor:
+        """(*shape) float32: the gradient of a captured tensor; exact sums: int64, of each element its first limb."""
+        start = self.at.dcaptured + captured_starts(self.variant, self.extents)[number]
+        exact = self.variant.sums[number] == EXACT
+        strides, step = [], cutlass.Int64(LIMBS + 1 if exact else 1)
+        for size in reversed(shape):
+            strides.insert(0, step)
+            step = step * size
+        made = self._tensor(start, shape, tuple(strides))
+        if not exact:
+            return made
+        return cute.make_tensor(cute.recast_ptr(made.iterator, dtype=cutlass.Int64), made.layout)
+
+    def sums(self, captured: tuple) -> tuple:
+        """Of every captured tensor; None where none is needed."""
+        return tuple(
+            self.sum_of(number, tensor.shape) if width else None
+            for number, (tensor, width) in enumerate(zip(captured, self.variant.sums))
+        )
+
     def targets(self, dk: cute.Tensor, dv: cute.Tensor) -> Targets:
         """Where the main kernel's gradients go."""
         grouped, ordered, e = self.variant.group > 1, self.variant.deterministic, self.extents
@@ -202,6 +246,7 @@ def compile_backward(variant: Variant):
         fakes.operand(kind, variant.packed_k),
         fakes.operand(kind, variant.packed_k),
         fakes.vector(sink) if sink else None,
+        *_captured(variant),
         *integers,
         cutlass.Float32(0),
         cutlass.Float32(0),
@@ -210,4 +255,15 @@ def compile_backward(variant: Variant):
         cutlass.Int32(0),
         fakes.stream(),
         options=f"{fakes.TVM_FFI} --gpu-arch {variant.arch}",
+    )
+
+
+def _captured(variant: Variant) -> tuple[tuple, tuple, tuple]:
+    """Stand-ins for the tensors that score_mod and mask_mod capture, and for the former's gradients."""
+    score, mask = (find_mod(key).captured if key else () for key in (variant.score_mod, variant.mask_mod))
+    needs = variant.dcaptured or (False,) * len(score)
+    return (
+        tuple(fakes.captured(c.dtype, c.ndim) for c in score),
+        tuple(fakes.captured(c.dtype, c.ndim) for c in mask),
+        tuple(fakes.vector(fakes.STORED[c.dtype]) if need else None for c, need in zip(score, needs)),
     )

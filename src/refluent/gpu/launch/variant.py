@@ -7,8 +7,10 @@ from functools import cached_property
 
 import torch
 
-from refluent.gpu.plans.sm100 import BackwardPlan, backward_plan
-from refluent.problem import Problem
+from refluent.gpu.plans.sm100 import EXACT, BackwardPlan, backward_plan
+from refluent.mods.emit import adds_once
+from refluent.mods.mod import find_mod
+from refluent.problem import Problem, mod_key
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,21 @@ class Variant:
     deterministic: bool = False
     dlse: bool = False
     sink: str = ""
+    score_mod: str = ""  # a mod's key: the digest of its graph, with its captured tensors' types and dimensions
+    mask_mod: str = ""
+    dcaptured: tuple[bool, ...] = ()  # which tensors that score_mod captures get a gradient
 
     @cached_property
     def plan(self) -> BackwardPlan:
         return backward_plan(self.head_dim, self.head_dim_v)
+
+    @property
+    def sums(self) -> tuple[int, ...]:
+        """float32 elements of workspace that an element of each captured tensor's gradient takes; 0: it gets none."""
+        return tuple(self._sum(number) if need else 0 for number, need in enumerate(self.dcaptured))
+
+    def _sum(self, number: int) -> int:
+        return EXACT if self.deterministic and not adds_once(find_mod(self.score_mod), number) else 1
 
     @property
     def name(self) -> str:
@@ -46,12 +59,18 @@ class Variant:
         more = [f"group {group}"] if group > 1 else []
         more += [f"window {' and '.join(window)}"] if window else []
         more += [f"sink {facts.pop('sink')}"] if facts["sink"] else []
+        more += [f"{kind} {facts.pop(kind)}" for kind in ("score_mod", "mask_mod") if facts[kind]]
+        gradients = [str(number) for number, need in enumerate(facts.pop("dcaptured")) if need]
+        more += [f"gradients of captured {', '.join(gradients)}"] if gradients else []
         more += [name.replace("_", " ") for name, value in facts.items() if value]
         return ", ".join([head, *more])
 
 
-def variant_of(problem: Problem, arch: str, dlse: bool, sink: torch.dtype | None) -> Variant:
-    """The variant that serves a call on `arch`; `sink`: the type of the sinks, if there are any."""
+def variant_of(
+    problem: Problem, arch: str, dlse: bool, sink: torch.dtype | None, dcaptured: tuple[bool, ...] = ()
+) -> Variant:
+    """The variant that serves a call on `arch`; `sink`: the type of the sinks, if there are any; `dcaptured`: see
+    Needs."""
     plan = backward_plan(problem.head_dim, problem.head_dim_v)
     left, right = problem.options.window
     return Variant(
@@ -71,6 +90,9 @@ def variant_of(problem: Problem, arch: str, dlse: bool, sink: torch.dtype | None
         deterministic=problem.options.deterministic,
         dlse=dlse,
         sink="" if sink is None else _name(sink),
+        score_mod=mod_key(problem.options.score_mod),
+        mask_mod=mod_key(problem.options.mask_mod),
+        dcaptured=dcaptured if any(dcaptured) else (),
     )
 
 

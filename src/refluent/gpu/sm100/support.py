@@ -7,6 +7,7 @@ from importlib import metadata
 
 import torch
 
+from refluent.mods.emit import refusal
 from refluent.problem import Problem
 
 DSL, DSL_VERSION = "nvidia-cutlass-dsl", "4.8.1"
@@ -18,9 +19,12 @@ def unsupported(problem: Problem) -> str | None:
     options = problem.options
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"its kernels take bfloat16 and float16, got {problem.dtype}; backend='torch' takes it"
-    for name in ("score_mod", "mask_mod", "block_mask"):
-        if getattr(options, name) is not None:
-            return f"its kernels do not take a {name} yet; backend='torch' does"
+    if options.block_mask is not None:
+        return "its kernels do not take a block_mask yet; backend='torch' does"
+    for mod in (options.score_mod, options.mask_mod):
+        reason = None if mod is None else refusal(mod)
+        if reason is not None:
+            return f"{reason}; backend='torch' takes it"
     return None
 
 

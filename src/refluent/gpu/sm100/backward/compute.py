@@ -2,8 +2,8 @@
 
 Tensor memory holds S^T and dP^T: a thread has one key (its lane) and half of the queries (columns, by warpgroup); of 64
 keys two threads share one and have a quarter each.
-Everything a score function does happens in `weights`, and what its gradient does in `grad_scores`: score_mod and
-mask_mod plug in there.
+Everything a score function does happens in `weights`, and what its gradient does in `grad_scores`; score_mod and
+mask_mod come from mods.py.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from refluent.gpu.device.pipeline import arrive
 from refluent.gpu.device.work import Tile
 from refluent.gpu.sm100.backward.context import COMPUTE_BARRIER, COMPUTE_WARP, Context
 from refluent.gpu.sm100.backward.epilogue import store_grads
+from refluent.gpu.sm100.backward.mods import Columns, add_totals, modified, scatter, sloped
 from refluent.gpu.sm100.backward.storage import DS, P
 
 THREADS = 256
@@ -61,13 +62,19 @@ class Share:
 @cute.jit
 def compute(ctx: Context):
     share = Share.make(ctx.plan)
+    count = len(ctx.static.score_mod.totals) if ctx.static.score_mod is not None else 0
+    totals = cute.make_rmem_tensor(cute.make_layout(max(count, 1)), cutlass.Float32)
     step, tiles = cutlass.Int32(0), cutlass.Int32(0)
     first, stride = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     for index in cutlass.range(first, ctx.call.tiles(), stride):
         tile = ctx.call.tile(index)
+        totals.fill(0.0)
         for m_block in cutlass.range(tile.m_begin, tile.m_end):
-            compute_step(ctx, tile, m_block, share, step)
+            compute_step(ctx, tile, m_block, share, step, totals)
             step += 1
+        if cutlass.const_expr(count > 0):
+            if tile.steps > 0:
+                add_totals(ctx, tile, share.first, tile.n_block * ctx.plan.tile_n + share.row, totals)
         if tile.steps > 0:
             ctx.barriers.dkv.wait_full(tiles)
         if tile.exists:
@@ -78,11 +85,19 @@ def compute(ctx: Context):
 
 
 @cute.jit
-def compute_step(ctx: Context, tile: Tile, m_block: cutlass.Int32, share: Share, step: cutlass.Int32):
+def compute_step(
+    ctx: Context, tile: Tile, m_block: cutlass.Int32, share: Share, step: cutlass.Int32, totals: cute.Tensor
+):
     """P and dS of a thread's share of a block of queries."""
     plan, bars, dtype = ctx.plan, ctx.barriers, ctx.static.dtype
     p = cute.make_rmem_tensor(cute.make_layout(share.columns), cutlass.Float32)
     packed = cute.make_rmem_tensor(cute.make_layout(share.columns), dtype)
+    query, key = m_block * plan.tile_m + share.first, tile.n_block * plan.tile_n + share.row
+    columns = Columns(ctx, tile, query, key)
+    columns.start_forward()
+    scores = p
+    if cutlass.const_expr(ctx.static.keeps_score):
+        scores = cute.make_rmem_tensor(cute.make_layout(share.columns), cutlass.Float32)
 
     bars.lse.wait_full(step)
     bars.s.wait_full(step)
@@ -92,7 +107,7 @@ def compute_step(ctx: Context, tile: Tile, m_block: cutlass.Int32, share: Share,
         )
     cute.arch.fence_view_async_tmem_load()
     lse = share.of_statistic(ctx.shared.lse, bars.lse.stage(step))
-    kept = weights(ctx, tile, m_block * plan.tile_m, share, p, packed, lse)
+    kept = weights(ctx, tile, m_block * plan.tile_m, share, columns, p, scores, packed, lse)
     arrive(bars.lse.empty_at(step))
     cute.arch.barrier(barrier_id=COMPUTE_BARRIER, number_of_threads=THREADS)  # S has been read: P may go over it
     if cutlass.const_expr(plan.transposed_kv):
@@ -106,11 +121,16 @@ def compute_step(ctx: Context, tile: Tile, m_block: cutlass.Int32, share: Share,
     bars.dpsum.wait_full(step)
     bars.dp.wait_full(step)
     dpsum = share.of_statistic(ctx.shared.dpsum, bars.dpsum.stage(step))
+    if cutlass.const_expr(ctx.static.mod_gradient):
+        columns.start_backward()
     for c in cutlass.range_constexpr(0, share.half, COLUMNS):
         dp = cute.make_rmem_tensor(cute.make_layout(held(plan.dp.rows, COLUMNS)), cutlass.Float32)
         load_columns(ctx.tmem, plan.dp.column + share.group_first + c, COLUMNS, share.thread, dp.iterator, plan.dp.rows)
         cute.arch.fence_view_async_tmem_load()
-        grad_scores(ctx, p, dp, dpsum, packed, kept, c)
+        if cutlass.const_expr(ctx.static.mod_gradient):
+            grad_mod(ctx, columns, p, scores, dp, dpsum, packed, kept, totals, c)
+        else:
+            grad_scores(ctx, p, dp, dpsum, packed, kept, c)
     arrive(bars.dpsum.empty_at(step))
     cute.arch.barrier(barrier_id=COMPUTE_BARRIER, number_of_threads=THREADS)  # dP has been read: dS may go over it
     if cutlass.const_expr(not plan.transposed_kv):
@@ -127,13 +147,16 @@ def weights(
     tile: Tile,
     first_query: cutlass.Int32,
     share: Share,
+    mods: Columns,
     p: cute.Tensor,
+    scores: cute.Tensor,
     packed: cute.Tensor,
     lse: cute.Tensor,
 ):
     """Raw scores in p become weights, and `packed` gets what dV multiplies: the kept weights in 16 bits.
 
-    With a score function that is not linear, p leaves multiplied by its derivative: that is all dS still needs.
+    With a score function that is not linear, p leaves multiplied by its derivative: that is all dS still needs, unless
+    captured tensors get gradients: then `scores` keeps what score_mod was given.
     Returns which of the scores dropout keeps, a bit each.
     """
     call, static, plan = ctx.call, ctx.static, ctx.plan
@@ -144,7 +167,7 @@ def weights(
         stream = tile.batch * call.heads + tile.head
         kept = kept_queries(ctx.scores.philox, ctx.scores.keep_from, stream, query, key, columns)
     low, high = call.window.columns(key, query, tile.len_q, tile.len_k)
-    if cutlass.const_expr(not static.softcap):
+    if cutlass.const_expr(not static.softcap and static.score_mod is None):
         group_query = first_query + share.group_first
         if not call.window.whole(first_key, group_query, plan.tile_n, share.half, tile.len_q, tile.len_k):
             for c in cutlass.range_constexpr(columns):
@@ -152,14 +175,20 @@ def weights(
     for c in cutlass.range_constexpr(0, columns, 2):
         score, slope = (p[c], p[c + 1]), None
         factor = call.scale * LOG2E
-        if cutlass.const_expr(static.softcap):
+        if cutlass.const_expr(static.score_mod is not None):
+            score, slope = modified(mods, scores, score, c)
+            factor = cutlass.Float32(LOG2E)
+        elif cutlass.const_expr(static.softcap):
             score, slope = capped(ctx, score)
-            score = tuple(x if c + e >= low and c + e <= high else -cutlass.Float32.inf for e, x in enumerate(score))
             factor = ctx.scores.softcap * LOG2E
+        if cutlass.const_expr(static.softcap or static.score_mod is not None):
+            score = tuple(x if c + e >= low and c + e <= high else -cutlass.Float32.inf for e, x in enumerate(score))
+        if cutlass.const_expr(static.mask_mod is not None):
+            score = tuple(x if mods.visible(c + e) else -cutlass.Float32.inf for e, x in enumerate(score))
         score = fma2(score, (factor, factor), (-lse[c], -lse[c + 1]))
         weight = exp2(score[0]), exp2(score[1])
         store_pair(packed, c, kept_part(ctx, weight, kept, c))
-        p[c], p[c + 1] = weight if cutlass.const_expr(slope is None) else mul2(weight, slope)
+        p[c], p[c + 1] = weight if cutlass.const_expr(slope is None) else sloped(mods, weight, slope)
     return kept
 
 
@@ -181,6 +210,31 @@ def kept_part(ctx: Context, pair, kept: cutlass.Uint64, c: cutlass.Constexpr):
     first = pair[0] * factor if bits & 1 != 0 else cutlass.Float32(0.0)
     second = pair[1] * factor if bits & 2 != 0 else cutlass.Float32(0.0)
     return first, second
+
+
+@cute.jit
+def grad_mod(
+    ctx: Context,
+    columns: Columns,
+    p: cute.Tensor,
+    scores: cute.Tensor,
+    dp: cute.Tensor,
+    dpsum: cute.Tensor,
+    packed: cute.Tensor,
+    kept: cutlass.Uint64,
+    totals: cute.Tensor,
+    first: cutlass.Constexpr,
+):
+    """grad_scores by way of score_mod's gradient, and that of the captured tensors."""
+    parts = []
+    for c in cutlass.range_constexpr(0, cute.size(dp), 2):
+        x = first + c
+        arrived = kept_part(ctx, (dp[c], dp[c + 1]), kept, x)
+        g = mul2((p[x], p[x + 1]), sub2(arrived, (dpsum[x], dpsum[x + 1])))
+        pair = [columns.grad(x + e, g[e], scores[x + e]) for e in range(2)]
+        store_pair(packed, x, (pair[0][0], pair[1][0]))
+        parts += [pair[0][1], pair[1][1]]
+    scatter(columns, totals, first, parts)
 
 
 @cute.jit
@@ -206,7 +260,10 @@ def grad_scores(
         x = first + c
         arrived = kept_part(ctx, (dp[c], dp[c + 1]), kept, x)
         shifted = sub2(arrived, (dpsum[x], dpsum[x + 1]))
-        store_pair(packed, x, mul2((p[x], p[x + 1]), shifted))
+        ds = mul2((p[x], p[x + 1]), shifted)
+        if cutlass.const_expr(ctx.static.score_mod is not None and not ctx.static.score_mod.clean):
+            ds = tuple(y if s != 0.0 else cutlass.Float32(0.0) for y, s in zip(ds, shifted))
+        store_pair(packed, x, ds)
 
 
 @cute.jit

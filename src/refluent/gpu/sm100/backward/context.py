@@ -11,6 +11,7 @@ from refluent.gpu.device.work import Call
 from refluent.gpu.plans.sm100 import BackwardPlan
 from refluent.gpu.sm100.backward.products import Products
 from refluent.gpu.sm100.backward.storage import Accumulators, Barriers, Shared
+from refluent.mods.emit import MaskMod, ScoreMod
 
 # Warps by role; setmaxnreg acts on whole warpgroups, and warps 12-15 are one.
 REDUCE_WARP, COMPUTE_WARP, MMA_WARP, LOAD_WARP = 0, 4, 12, 13
@@ -29,6 +30,19 @@ class Static:
     softcap: bool = False
     dropout: bool = False
     deterministic: bool = False
+    score_mod: ScoreMod | None = None
+    mask_mod: MaskMod | None = None
+
+    @property
+    def keeps_score(self) -> bool:
+        """Whether scores outlive the weights that are made of them."""
+        return self.score_mod is not None and self.score_mod.keeps_score
+
+    @property
+    def mod_gradient(self) -> bool:
+        """Whether dS goes back through score_mod where it is known, and not by way of the weights."""
+        mod = self.score_mod
+        return mod is not None and not mod.folded and bool(mod.scatters or not mod.identity)
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,9 @@ class Scores:
     philox: cute.Tensor | None  # int64 (2,): seed, offset
     keep_from: cutlass.Uint32  # an element is kept iff its word is at least this
     keep_scale: cutlass.Float32  # 1 / (1 - dropout_p)
+    captured: tuple = ()  # by score_mod; a 0-d tensor comes as one of one element
+    mask_captured: tuple = ()  # by mask_mod
+    sums: tuple = ()  # gradients of `captured`, float32 or exact (device/exact.py), or None
 
 
 @dataclass(frozen=True)

@@ -65,10 +65,14 @@ class Backward:
         keep_from: cutlass.Uint32,
         keep_scale: cutlass.Float32,
         ctas: cutlass.Int32,
+        captured: tuple,
+        mask_captured: tuple,
+        sums: tuple,
         stream,
     ):
         """q (b, s, h, d) or packed (t, h, d), k, v, do likewise; workspaces as Sources and Targets say. `ctas`: CTAs of
-        the grid at most, each walks tiles with that stride; 0 means one for every tile."""
+        the grid at most, each walks tiles with that stride; 0 means one for every tile. captured, mask_captured and
+        sums: as Scores says."""
         plan, dtype = self.static.plan, self.static.dtype
         packed_q, packed_k = cu_seqlens_q is not None, cu_seqlens_k is not None
         queries = Side(cu_seqlens_q, seqused_q, seqlen_q, q.shape[0] if packed_q else seqlen_q)
@@ -83,7 +87,7 @@ class Backward:
         k_view = sequence_view(k, seqlen_k, keys.ragged, packed_k)
         v_view = sequence_view(v, seqlen_k, keys.ragged, packed_k)
         sources = make_sources(q_view, k_view, v_view, do_view, lse_log2, dpsum, products, layouts, plan)
-        scores = Scores(softcap, philox, keep_from, keep_scale)
+        scores = Scores(softcap, philox, keep_from, keep_scale, captured, mask_captured, sums)
         grid = call.tiles()
         if ctas > 0:
             grid = cutlass.min(grid, ctas)

@@ -1,0 +1,200 @@
+"""score_mod and mask_mod in the Blackwell backward, with the gradients of what they read, against the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
+
+from kernels.layout import Rows
+from kernels.sm100.runs import Run
+from mods.test_random import TREES, evaluate
+from refluent.mods import library
+
+pytestmark = pytest.mark.emulator
+BF16, FP16 = torch.bfloat16, torch.float16
+SCHEDULES = (("fair", 0), ("random", 1), ("random", 2))
+
+
+def call(queries, keys, heads=2, heads_kv=2, d=32, dv=32, dtype=BF16, ctas=0, dlse=False, **options) -> Run:
+    torch.manual_seed(11)
+    if isinstance(queries, int):
+        queries = Rows(queries, (queries,) * 2)
+    if isinstance(keys, int):
+        keys = Rows(keys, (keys,) * 2)
+    q, do = queries.tensor(heads, d, dtype), queries.tensor(heads, dv, dtype)
+    k, v = keys.tensor(heads_kv, d, dtype), keys.tensor(heads_kv, dv, dtype)
+    for name, rows in (("q", queries), ("k", keys)):
+        if rows.seqused() is not None:
+            options[f"seqused_{name}"] = rows.seqused()
+        if rows.packed:
+            options |= {f"cu_seqlens_{name}": rows.cu_seqlens(), f"max_seqlen_{name}": rows.seqlen}
+    return Run(do, q, k, v, queries.statistic(heads) if dlse else None, options, ctas)
+
+
+def packed(*lengths):
+    return Rows(max(lengths), lengths, lengths)
+
+
+def learned(*shape, dtype=torch.float32):
+    return torch.randn(shape).to(dtype).requires_grad_()
+
+
+def check(run: Run, schedules=SCHEDULES, record=None):
+    for schedule, seed in schedules:
+        errors = run.check(run(schedule, seed))
+        if record is not None:
+            record(run.q.dtype, errors)
+
+
+LIBRARY = {
+    "alibi": lambda: {"score_mod": library.alibi(learned(2)), "causal": True},
+    "alibi, fixed": lambda: {"score_mod": library.alibi(library.alibi_slopes(2))},
+    "relative bias": lambda: {"score_mod": library.relative_bias(learned(2, 41, dtype=BF16))},
+    "t5": lambda: {"score_mod": library.t5_bias(learned(32, 2))},
+    "t5, one direction": lambda: {"score_mod": library.t5_bias(learned(16, 2), bidirectional=False), "causal": True},
+    "additive bias": lambda: {"score_mod": library.additive_bias(learned(2, 2, 140, 150))},
+    "additive bias, shared": lambda: {"score_mod": library.additive_bias(learned(1, 1, 140, 150, dtype=BF16))},
+    "softcap": lambda: {"score_mod": library.softcap(1.3), "scale": 0.4},
+    "documents": lambda: {"mask_mod": library.document_mask(torch.arange(140) // 33, torch.arange(150) // 35)},
+    "documents of each sequence": lambda: {
+        "mask_mod": library.document_mask(
+            torch.randint(0, 3, (2, 140), dtype=torch.int32), torch.randint(0, 3, (2, 150), dtype=torch.int32)
+        )
+    },
+    "prefix": lambda: {"mask_mod": library.prefix_lm(torch.tensor([20, 133]), shift=10)},
+    "sink window": lambda: {"mask_mod": library.sink_window(5, 40)},
+    "dilated": lambda: {"mask_mod": library.dilated(3, shift=10)},
+}
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_library(name, record_errors):
+    torch.manual_seed(3)
+    check(call(140, 150, **LIBRARY[name]()), record=record_errors)
+
+
+def gathered(kind, affinity, temperature):
+    """One label a token as the index of another read; a 0-d tensor."""
+
+    def fn(s, b, h, i, j):
+        return s * temperature + affinity[kind[b, i], kind[b, j]]
+
+    return fn
+
+
+def of_rows(rows):
+    return lambda s, b, h, i, j: s + rows[i, h].tanh()
+
+
+def of_keys(keys):
+    return lambda s, b, h, i, j: s + keys[b, j] * 2
+
+
+def of_both(rows, keys):
+    return lambda s, b, h, i, j: torch.where(i > j, s * torch.sigmoid(rows[h, i]), s + keys[j])
+
+
+def of_everything(slope, row, key, table):
+    def fn(s, b, h, i, j):
+        return s * (1 + 0.1 * row[b, i]) + slope[h] * s.tanh() + key[h, j] + table[(i + 2 * j) % 7, h]
+
+    return fn
+
+
+READS = {
+    "labels": lambda: gathered(torch.randint(0, 3, (2, 150)), learned(3, 3), learned()),
+    "rows": lambda: of_rows(learned(2, 140).t()),
+    "keys": lambda: of_keys(learned(2, 150, dtype=FP16)),
+    "both": lambda: of_both(learned(2, 140), learned(150, dtype=torch.float64)),
+    "everything": lambda: of_everything(learned(2), learned(2, 140), learned(2, 150), learned(7, 2)),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("name", READS)
+def test_gradients_of_reads(name, deterministic, record_errors):
+    torch.manual_seed(3)
+    run = call(140, 150, score_mod=READS[name](), window=(90, 30), deterministic=deterministic, dlse=True)
+    check(run, record=record_errors)
+
+
+def everything(bias, documents):
+    def score(s, b, h, i, j):
+        return 3 * torch.tanh(s / 3) + bias[b, h % 2, i, j] * 0.5
+
+    return {"score_mod": score, "mask_mod": lambda b, h, i, j: (documents[b, i] == documents[b, j]) | (j % 5 == 0)}
+
+
+TOGETHER = {
+    "packed, grouped": lambda: call(
+        packed(140, 0, 60), packed(150, 30, 10), 4, 2, dropout_p=0.2, dropout_seed=5, softcap=2.5, dlse=True,
+        window=(100, 20), sink=torch.randn(4), deterministic=True,
+        **everything(learned(3, 2, 160, 160), torch.randint(0, 3, (3, 160))),
+    ),
+    "used, causal": lambda: call(
+        Rows(170, (140, 33)), Rows(180, (171, 0)), 3, 1, dtype=FP16, causal=True, softcap=1.5, ctas=2,
+        **everything(learned(2, 2, 180, 180).transpose(2, 3), torch.randint(0, 3, (2, 180), dtype=torch.int16)),
+    ),
+    "192 and 128": lambda: call(
+        90, 150, d=192, dv=128, dropout_p=0.3, dropout_seed=1,
+        **everything(learned(2, 2, 150, 150, dtype=BF16), torch.randint(0, 3, (2, 150), dtype=torch.uint8)),
+    ),
+    "256": lambda: call(
+        90, 100, 2, 1, d=256, dv=256, deterministic=True,
+        **everything(learned(2, 2, 100, 100), torch.randint(0, 2, (2, 100)).bool()),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_together(name, record_errors):
+    torch.manual_seed(4)
+    check(TOGETHER[name](), record=record_errors)
+
+
+def test_nothing_comes_from_masked_positions():
+    """Neither NaN nor inf, of the function, of its derivative, of what it reads there."""
+    torch.manual_seed(5)
+    poison = torch.randn(2, 140, 150)
+    poison[:, torch.arange(150) > torch.arange(140)[:, None]] = float("nan")
+    poison.requires_grad_()
+    gain = torch.tensor(1.0, requires_grad=True)
+
+    def fn(s, b, h, i, j):
+        return s * gain * torch.sqrt((i - j).float()) + poison[h, i, j] + torch.where(j > 100, s / (j <= i), s)
+
+    check(call(140, 150, score_mod=fn, mask_mod=lambda b, h, i, j: j < i))
+    check(call(140, 150, score_mod=lambda s, b, h, i, j: (s * (i >= j)).abs().sqrt() / (i >= j), window=(None, -1)))
+
+
+def test_no_derivative_where_no_gradient_arrives():
+    """An infinite slope where ds is 0 adds nothing."""
+    torch.manual_seed(5)
+    run = call(40, 50, score_mod=lambda s, b, h, i, j: torch.where(i < 7, (s - s).abs().sqrt(), s))
+    run.do[:, :7] = 0
+    check(Run(run.do, run.q, run.k, run.v, None, run.options))
+
+
+SMALL = (2, 2, 40, 50)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True, phases=(Phase.generate,))
+@given(tree=TREES, seed=st.integers(0, 1000), deterministic=st.booleans(), softcap=st.sampled_from([None, 1.7]))
+def test_random_mods(tree, seed, deterministic, softcap):
+    torch.manual_seed(seed)
+    captured = {
+        "slope": learned(2),
+        "bias": learned(2, 2, 64, 64).transpose(2, 3),
+        "table": learned(7, 2),
+        "gain": learned(),
+        "bucket": torch.randint(0, 7, (64,), dtype=torch.int32),
+    }
+
+    def fn(s, b, h, i, j):
+        return evaluate(tree, {**captured, "s": s, "b": b, "h": h, "i": i, "j": j})
+
+    check(call(40, 50, score_mod=fn, deterministic=deterministic, softcap=softcap), SCHEDULES[:2])
