@@ -77,9 +77,9 @@ def backward(
         dk,
         dv,
         dsink,
-        captured,
-        mask_captured,
-        tuple(None if gradient is None else gradient.view(-1) for gradient in dcaptured),
+        captured or None,
+        mask_captured or None,
+        tuple(None if gradient is None else gradient.view(-1) for gradient in dcaptured) if wanted else None,
         *prepared.numbers,
         ctas,
     )

@@ -14,7 +14,7 @@ from refluent.gpu.launch import fakes
 from refluent.gpu.launch.variant import Variant
 from refluent.gpu.launch.workspace import ALIGN, Extents, Sections, captured_starts, sections
 from refluent.gpu.plans.sm100 import EXACT, LIMBS, Accumulator
-from refluent.gpu.sm100.backward.context import Static, Targets
+from refluent.gpu.sm100.backward.context import Static, Targets, tuple_of
 from refluent.gpu.sm100.backward.kernel import Backward
 from refluent.mods.emit import MaskMod, ScoreMod
 from refluent.mods.mod import find_mod
@@ -68,9 +68,9 @@ class BackwardEntry:
         dk: cute.Tensor,
         dv: cute.Tensor,
         dsink: cute.Tensor | None,
-        captured: tuple,  # by score_mod and by mask_mod, see fakes.captured
-        mask_captured: tuple,
-        dcaptured: tuple,  # (n,) of a captured tensor's type, or None
+        captured: tuple | None,  # by score_mod and by mask_mod, see fakes.captured
+        mask_captured: tuple | None,
+        dcaptured: tuple | None,  # (n,) of a captured tensor's type, or None
         batch: cutlass.Int32,
         seqlen_q: cutlass.Int32,
         seqlen_k: cutlass.Int32,
@@ -91,7 +91,7 @@ class BackwardEntry:
             cutlass.Int64(k.shape[cute.rank(k) - 2]),
             cutlass.Int64(workspace_blocks(batch, seqlen_q, queries.tokens, plan.tile_m, variant.packed_q)),
             cutlass.Int64(workspace_blocks(batch, seqlen_k, keys.tokens, plan.tile_n, variant.packed_k)),
-            tuple(cutlass.Int64(0 if out is None else out.shape[0]) for out in dcaptured) if variant.dcaptured else (),
+            tuple(cutlass.Int64(0 if out is None else out.shape[0]) for out in tuple_of(dcaptured)),
         )
         views = Views(workspace, variant, extents, sections(variant, extents))
         lse_log2, dpsum = views.statistic(views.at.lse_log2), views.statistic(views.at.dpsum)
@@ -123,16 +123,14 @@ class BackwardEntry:
             ctas,
             captured,
             mask_captured,
-            views.sums(captured),
+            views.sums(captured) if cutlass.const_expr(dcaptured is not None) else None,
             stream,
         )
         self.convert_dq(views.dq(4), dq, queries, scale, batch, stream)
         if cutlass.const_expr(variant.group > 1):
             self.convert_dk(views.dk(4), dk, keys, scale, batch, stream)
             self.convert_dv(views.dv(4), dv, keys, cutlass.Float32(1.0), batch, stream)
-        for number, out in cutlass.const_expr(tuple(enumerate(dcaptured))):
-            if cutlass.const_expr(out is not None):
-                collect(views.sum_of(number, (out.shape[0],)), out, stream)
+        views.collect(tuple_of(dcaptured), stream)
 
 
 def side(tensor: cute.Tensor, cu_seqlens, seqused, seqlen) -> Side:
@@ -209,6 +207,12 @@ class Views:
             for number, (tensor, width) in enumerate(zip(captured, self.variant.sums))
         )
 
+    def collect(self, dcaptured: tuple, stream) -> None:
+        """Launch what makes the gradients of captured tensors of their sums."""
+        for number, out in enumerate(dcaptured):
+            if out is not None:
+                collect(self.sum_of(number, (out.shape[0],)), out, stream)
+
     def targets(self, dk: cute.Tensor, dv: cute.Tensor) -> Targets:
         """Where the main kernel's gradients go."""
         grouped, ordered, e = self.variant.group > 1, self.variant.deterministic, self.extents
@@ -258,12 +262,12 @@ def compile_backward(variant: Variant):
     )
 
 
-def _captured(variant: Variant) -> tuple[tuple, tuple, tuple]:
-    """Stand-ins for the tensors that score_mod and mask_mod capture, and for the former's gradients."""
+def _captured(variant: Variant) -> tuple[tuple | None, tuple | None, tuple | None]:
+    """Stand-ins for the tensors that score_mod and mask_mod capture, and for the former's gradients; None for none."""
     score, mask = (find_mod(key).captured if key else () for key in (variant.score_mod, variant.mask_mod))
-    needs = variant.dcaptured or (False,) * len(score)
+    gradients = zip(score, variant.dcaptured)
     return (
-        tuple(fakes.captured(c.dtype, c.ndim) for c in score),
-        tuple(fakes.captured(c.dtype, c.ndim) for c in mask),
-        tuple(fakes.vector(fakes.STORED[c.dtype]) if need else None for c, need in zip(score, needs)),
+        tuple(fakes.captured(c.dtype, c.ndim) for c in score) or None,
+        tuple(fakes.captured(c.dtype, c.ndim) for c in mask) or None,
+        tuple(fakes.vector(fakes.STORED[c.dtype]) if need else None for c, need in gradients) or None,
     )

@@ -110,3 +110,8 @@ class Context:
     @property
     def plan(self) -> BackwardPlan:
         return self.static.plan
+
+
+def tuple_of(arguments: tuple | None) -> tuple:
+    """A tuple that travels as None where it is empty: the DSL takes no empty one."""
+    return () if arguments is None else arguments

@@ -19,7 +19,7 @@ from refluent.gpu.device.work import Call
 from refluent.gpu.plans.sm100 import REGISTERS, THREADS
 from refluent.gpu.sm100.backward import context
 from refluent.gpu.sm100.backward.compute import compute
-from refluent.gpu.sm100.backward.context import Context, Scores, Sources, Static, Targets
+from refluent.gpu.sm100.backward.context import Context, Scores, Sources, Static, Targets, tuple_of
 from refluent.gpu.sm100.backward.load import load
 from refluent.gpu.sm100.backward.mma import mma
 from refluent.gpu.sm100.backward.products import Layouts, Products
@@ -65,9 +65,9 @@ class Backward:
         keep_from: cutlass.Uint32,
         keep_scale: cutlass.Float32,
         ctas: cutlass.Int32,
-        captured: tuple,
-        mask_captured: tuple,
-        sums: tuple,
+        captured: tuple | None,
+        mask_captured: tuple | None,
+        sums: tuple | None,
         stream,
     ):
         """q (b, s, h, d) or packed (t, h, d), k, v, do likewise; workspaces as Sources and Targets say. `ctas`: CTAs of
@@ -87,7 +87,7 @@ class Backward:
         k_view = sequence_view(k, seqlen_k, keys.ragged, packed_k)
         v_view = sequence_view(v, seqlen_k, keys.ragged, packed_k)
         sources = make_sources(q_view, k_view, v_view, do_view, lse_log2, dpsum, products, layouts, plan)
-        scores = Scores(softcap, philox, keep_from, keep_scale, captured, mask_captured, sums)
+        scores = Scores(softcap, philox, keep_from, keep_scale, tuple_of(captured), tuple_of(mask_captured), tuple_of(sums))
         grid = call.tiles()
         if ctas > 0:
             grid = cutlass.min(grid, ctas)
