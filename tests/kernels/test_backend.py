@@ -117,7 +117,7 @@ def test_the_device_backend_inside_the_emulator():
         ),
         (
             {"score_mod": lambda s, b, h, i, j: s.sin() + torch.erf(s)},
-            "its kernels cannot compute cos, erf, sin of score_mod 'lambda'; what they can is abs, add, .* where; backend",
+            "its kernels cannot compute cos, erf, sin of score_mod 'lambda'; what they can is abs, .* where; backend",
         ),
         (
             {"mask_mod": lambda b, h, i, j: i**9 > j},

@@ -38,7 +38,9 @@ class Probe:
     def __call__(
         self, score: cute.Tensor, g: cute.Tensor, captured: tuple | None, value: cute.Tensor, grads: cute.Tensor, stream
     ):
-        self.kernel(score, g, tuple_of(captured), value, grads).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
+        self.kernel(score, g, tuple_of(captured), value, grads).launch(
+            grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
 
     @cute.kernel
     def kernel(self, score: cute.Tensor, g: cute.Tensor, captured: tuple, value: cute.Tensor, grads: cute.Tensor):
@@ -114,7 +116,9 @@ SMOOTH = {
     "choices": lambda s, b, h, i, j: torch.where(j > i, s, -s / 3).masked_fill(j == 2, 0.5) + s.sign() * s.sgn(),
     "sums": lambda s, b, h, i, j: 1 - s + torch.add(s, s, alpha=3) - torch.sub(s, i, alpha=2) + torch.addcmul(s, s, s),
     "steps": lambda s, b, h, i, j: s.floor() + s.ceil() * s + s.trunc() + s.round() + torch.lerp(s, s * s, 0.3),
-    "divisions": lambda s, b, h, i, j: s / 3 + s / (1 + s * s) + s % 0.7 + (i.float() / 7) // 0.3 + (s * 7).detach() // 1.5,
+    "divisions": lambda s, b, h, i, j: (
+        s / 3 + s / (1 + s * s) + s % 0.7 + (i.float() / 7) // 0.3 + (s * 7).detach() // 1.5
+    ),
     "16 bits": lambda s, b, h, i, j: s.half() * 1.1 + s.bfloat16().float() * 3 + (i / 3).half() + s.double() * 2,
     "no number": lambda s, b, h, i, j: torch.where(torch.isnan(s.sqrt()), s, 2 * s) + torch.isinf(1 / (s * 0)) * 1.0,
 }

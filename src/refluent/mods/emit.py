@@ -62,6 +62,8 @@ DTYPES = (*_FLOATS, *_INTEGERS, torch.bool)
 VARYING = frozenset({"score", "g", "i"})  # what differs between the scores of one thread, which has one key
 
 Value = Any  # of the device module
+Place = tuple[tuple[int, Value], ...]
+"""Coordinates by dimension, those that a thread's scores share first: their part of the address is computed once."""
 
 
 def operation(node: fx.Node) -> str:
@@ -173,15 +175,16 @@ class Emission:
             arg = arg.args[0]
         return self.device.cast(values[arg] if isinstance(arg, fx.Node) else arg, kind)
 
-    def place(self, values: Mapping[fx.Node, Value], index: Sequence[Any], shape: Sequence[Value]) -> list[Value]:
-        """The coordinates of `captured[index]`: counted from the end if negative, moved inside if they lie outside."""
-        made = []
-        for arg, size in zip(index, shape):
-            wide = isinstance(arg, fx.Node) and self.kind(arg) == "i64"
+    def place(self, values: Mapping[fx.Node, Value], index: Sequence[Any], shape: Sequence[Value]) -> Place:
+        """Where `captured[index]` is: counted from the end if negative, moved inside if it lies outside."""
+        shared: list[tuple[int, Value]] = []
+        own: list[tuple[int, Value]] = []
+        for dim, (arg, size) in enumerate(zip(index, shape)):
             low, high = self.ranges[arg] if isinstance(arg, fx.Node) else (arg, arg)
-            at = self.value(values, arg, "i64" if wide or not fits((low, high), torch.int32) else "i32")
-            made.append(self.device.clamped(at, size, low < 0, high >= 0))
-        return made or [0]  # a 0-d tensor travels as one of one element
+            at = self.value(values, arg, "i32" if fits((low, high), torch.int32) else "i64")
+            varies = isinstance(arg, fx.Node) and bool(self.depends[arg] & VARYING)
+            (own if varies else shared).append((dim, self.device.clamped(at, size, low < 0, high >= 0)))
+        return (*shared, *own)
 
     def _compute(self, node: fx.Node, values: Mapping[fx.Node, Value]) -> Value:
         dtype = dtype_of(node)

@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from refluent.gpu.device import numerics
+from refluent.mods.emit import Place
 
 KINDS = {"f32": Float32, "i32": Int32, "i64": Int64, "bool": Boolean}
 LOG2E, LN2, LOG10_2 = math.log2(math.e), math.log(2.0), math.log10(2.0)
@@ -26,9 +27,9 @@ class Source:
     tensor: cute.Tensor
     dtype: cutlass.Constexpr  # torch's name of its type
 
-    def load(self, at: list[Any]) -> Any:
-        """The element at these coordinates."""
-        value = self.tensor[tuple(at)]
+    def load(self, place: Place) -> Any:
+        """The element at a place."""
+        value = cute.make_tensor(element(self.tensor, place), cute.make_layout(1))[0]
         if self.dtype == "bool":
             return value != 0
         if self.dtype == "uint8":
@@ -38,6 +39,14 @@ class Source:
         if self.dtype == "uint32":
             return Int64(value) & 0xFFFFFFFF
         return value
+
+
+def element(tensor: cute.Tensor, place: Place) -> cute.Pointer:
+    """The address of an element."""
+    offset = Int64(0)
+    for dim, at in place:
+        offset = offset + Int64(at) * tensor.stride[dim]
+    return tensor.iterator + offset
 
 
 def known(x: Any) -> Any:

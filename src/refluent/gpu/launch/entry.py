@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 
@@ -123,7 +125,7 @@ class BackwardEntry:
             ctas,
             captured,
             mask_captured,
-            views.sums(captured) if cutlass.const_expr(dcaptured is not None) else None,
+            views.sums(tuple_of(captured)),
             stream,
         )
         self.convert_dq(views.dq(4), dq, queries, scale, batch, stream)
@@ -191,7 +193,8 @@ class Views:
         """(*shape) float32: the gradient of a captured tensor; exact sums: int64, of each element its first limb."""
         start = self.at.dcaptured + captured_starts(self.variant, self.extents)[number]
         exact = self.variant.sums[number] == EXACT
-        strides, step = [], cutlass.Int64(LIMBS + 1 if exact else 1)
+        strides: list[Any] = []
+        step = cutlass.Int64(LIMBS + 1 if exact else 1)
         for size in reversed(shape):
             strides.insert(0, step)
             step = step * size
@@ -200,12 +203,13 @@ class Views:
             return made
         return cute.make_tensor(cute.recast_ptr(made.iterator, dtype=cutlass.Int64), made.layout)
 
-    def sums(self, captured: tuple) -> tuple:
-        """Of every captured tensor; None where none is needed."""
-        return tuple(
+    def sums(self, captured: tuple) -> tuple | None:
+        """Of every captured tensor, None where none is needed; None where none at all is."""
+        made = [
             self.sum_of(number, tensor.shape) if width else None
             for number, (tensor, width) in enumerate(zip(captured, self.variant.sums))
-        )
+        ]
+        return tuple(made) or None
 
     def collect(self, dcaptured: tuple, stream) -> None:
         """Launch what makes the gradients of captured tensors of their sums."""

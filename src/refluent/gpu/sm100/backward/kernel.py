@@ -87,7 +87,8 @@ class Backward:
         k_view = sequence_view(k, seqlen_k, keys.ragged, packed_k)
         v_view = sequence_view(v, seqlen_k, keys.ragged, packed_k)
         sources = make_sources(q_view, k_view, v_view, do_view, lse_log2, dpsum, products, layouts, plan)
-        scores = Scores(softcap, philox, keep_from, keep_scale, tuple_of(captured), tuple_of(mask_captured), tuple_of(sums))
+        read = tuple_of(captured), tuple_of(mask_captured), tuple_of(sums)
+        scores = Scores(softcap, philox, keep_from, keep_scale, *read)
         grid = call.tiles()
         if ctas > 0:
             grid = cutlass.min(grid, ctas)

@@ -19,7 +19,7 @@ from refluent.gpu.device.exact import add_exact
 from refluent.gpu.device.numerics import mul2, tanh
 from refluent.gpu.device.work import Tile
 from refluent.gpu.sm100.backward.context import Context
-from refluent.mods.emit import Position, Scatter
+from refluent.mods.emit import Place, Position, Scatter
 
 ZERO = cutlass.Float32(0.0)
 
@@ -93,14 +93,14 @@ class Columns:
             parts.append((part if scatter.clean else arithmetic.select(nothing, ZERO, part), values))
         return ds, parts
 
-    def place(self, scatter: Scatter, i: Any) -> list[Any]:
+    def place(self, scatter: Scatter, i: Any) -> Place:
         """Where the gradient of a read goes whose index depends on the query i at most."""
         emission, target = scatter.place, self.ctx.scores.sums[scatter.captured]
         shared = emission.shared(replace(self.at, i=i), self.sources())
         return emission.place(emission.column(shared, i), scatter.at, target.shape)
 
-    def add(self, scatter: Scatter, at: list[Any], value: Any) -> None:
-        add_to(self.ctx.scores.sums[scatter.captured], tuple(at), value)
+    def add(self, scatter: Scatter, place: Place, value: Any) -> None:
+        add_to(arithmetic.element(self.ctx.scores.sums[scatter.captured], place), value)
 
 
 def modified(columns: Columns, scores: cute.Tensor, raw: Any, c: int) -> tuple[Any, Any]:
@@ -124,14 +124,16 @@ def sloped(columns: Columns, weight: Any, slope: Any) -> Any:
 
 
 @cute.jit
-def add_to(sums: cute.Tensor, at, value: cutlass.Float32):
+def add_to(target: cute.Pointer, value: cutlass.Float32):
     """Add to one element of a captured tensor's gradient; nothing where the value is 0."""
-    target = sums.iterator + cute.crd2idx(at, sums.layout)
-    if cutlass.const_expr(sums.element_type is cutlass.Int64):
+    if cutlass.const_expr(target.dtype is cutlass.Int64):
         add_exact(target, value)
-    else:
-        if value != 0.0:
-            cute.arch.red(target, value, op="add", dtype="f32", sem="relaxed", scope="gpu")
+    else:  # not behind a branch: the address would be worked out anew behind each
+        cute.arch.inline_ptx(
+            "red.relaxed.gpu.global.add.f32 [{$r0}], {$r1};",
+            read_only_args=[target.toint(), value],
+            predicate=value != 0.0,
+        )
 
 
 def scatter(columns: Columns, totals: cute.Tensor, first: int, parts: list[list[tuple[Any, Any]]]) -> None:
