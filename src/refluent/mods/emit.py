@@ -201,12 +201,19 @@ class Emission:
             if name == "div" and keywords.pop("rounding_mode", None) is not None:
                 rule, function = "result", f"{node.kwargs['rounding_mode']}_divide"
             args = self._arguments(node, values, rule)
+            if function in ("floor_divide", "remainder") and self._counts(node):
+                function = f"unsigned_{function}"
             if function == "div":
                 keywords["exact"] = not self.depends[node] & {"score", "g"}
             made = getattr(self.device, function)(*args, **keywords)
         if rule not in ("joint", "bool") and dtype != torch.bool:
             made = self.device.rounded(made, str(dtype).removeprefix("torch."))
         return self.device.cast(made, self.kind(node))
+
+    def _counts(self, node: fx.Node) -> bool:
+        """Whether the result and the operands are whole and none is below 0."""
+        spans = [self.ranges.get(a, (-1, 0)) if isinstance(a, fx.Node) else (a, a) for a in node.args[:2]]
+        return not dtype_of(node).is_floating_point and all(low >= 0 for low, _ in spans)
 
     def _cast_kind(self, node: fx.Node) -> str:
         """Of a conversion: to whole numbers by way of int64 where int32 would not hold them."""

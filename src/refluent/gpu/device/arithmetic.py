@@ -17,6 +17,7 @@ from refluent.gpu.device import numerics
 from refluent.mods.emit import Place
 
 KINDS = {"f32": Float32, "i32": Int32, "i64": Int64, "bool": Boolean}
+UNSIGNED = {Int32: cutlass.Uint32, Int64: cutlass.Uint64}
 LOG2E, LN2, LOG10_2 = math.log2(math.e), math.log(2.0), math.log10(2.0)
 
 
@@ -168,6 +169,17 @@ def remainder(x: Any, y: Any) -> Any:
     if isinstance(x, Float32):
         return _floor_and_rest(x, y)[1]
     return x - (x // y) * y
+
+
+def unsigned_floor_divide(x: Any, y: Any) -> Any:
+    """Of numbers that are not negative: a shift, where the divisor is a power of two."""
+    unsigned = UNSIGNED[type(x)]
+    return type(x)(unsigned(x) // unsigned(y))
+
+
+def unsigned_remainder(x: Any, y: Any) -> Any:
+    unsigned = UNSIGNED[type(x)]
+    return type(x)(unsigned(x) % unsigned(y))
 
 
 def trunc_divide(x: Any, y: Any) -> Any:

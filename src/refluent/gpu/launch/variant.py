@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch
 
+from refluent.gpu.launch.blocks import mask_of
 from refluent.gpu.plans.sm100 import EXACT, BackwardPlan, backward_plan
 from refluent.mods.emit import adds_once
 from refluent.mods.mod import find_mod
@@ -91,7 +92,7 @@ def variant_of(
         dlse=dlse,
         sink="" if sink is None else _name(sink),
         score_mod=mod_key(problem.options.score_mod),
-        mask_mod=mod_key(problem.options.mask_mod),
+        mask_mod=mod_key(mask_of(problem.options)),
         dcaptured=dcaptured if any(dcaptured) else (),
     )
 

@@ -19,9 +19,8 @@ def unsupported(problem: Problem) -> str | None:
     options = problem.options
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"its kernels take bfloat16 and float16, got {problem.dtype}; backend='torch' takes it"
-    if options.block_mask is not None:
-        return "its kernels do not take a block_mask yet; backend='torch' does"
-    for mod in (options.score_mod, options.mask_mod):
+    own = None if options.block_mask is None else options.block_mask.mask_mod
+    for mod in (options.score_mod, options.mask_mod, own):
         reason = None if mod is None else refusal(mod)
         if reason is not None:
             return f"{reason}; backend='torch' takes it"
