@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 
+from refluent.gpu.device.blocks import Blocks
 from refluent.gpu.device.locate import locate
 from refluent.gpu.device.seqlen import Side, workspace_blocks
 from refluent.gpu.device.visible import Window
@@ -31,6 +32,7 @@ class Call:
     group: cutlass.Constexpr
     tile_m: cutlass.Constexpr
     tile_n: cutlass.Constexpr
+    blocks: Blocks | None = None
 
     @property
     def last_key_block_first(self) -> bool:
@@ -56,22 +58,34 @@ class Call:
         exists = n_block >= 0 and n_block * self.tile_n < len_k
         n_block = cutlass.max(n_block, 0)
         begin, end = self.window.query_blocks(n_block * self.tile_n, self.tile_n, self.tile_m, len_q, len_k)
+        if cutlass.const_expr(self.blocks is not None):
+            begin, end = self.blocks.queries(batch, head, n_block, begin, end)
         end = end if exists else begin
         return Tile(batch, head, head // self.group, n_block, len_q, len_k, begin, end, exists)
+
+    @cute.jit
+    def query_block(self, tile: Tile, step) -> cutlass.Int32:
+        """The query block of a step from tile.m_begin on."""
+        if cutlass.const_expr(self.blocks is None):
+            return step
+        return self.blocks.query_tile(tile.batch, tile.head, tile.n_block, step)
 
     @cute.jit
     def rank(self, tile: Tile, m_block):
         """How many tiles add to this query block's dQ before this one."""
         first_query = m_block * self.tile_m
         begin, end = self.window.key_blocks(first_query, self.tile_m, self.tile_n, tile.len_q, tile.len_k)
+        own = tile.n_block
+        if cutlass.const_expr(self.blocks is not None):
+            begin, end, own = self.blocks.keys(tile.batch, tile.head, m_block, begin, end, own)
         if cutlass.const_expr(self.last_key_block_first):
-            return end - 1 - tile.n_block
-        return tile.n_block - begin
+            return end - 1 - own
+        return own - begin
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Key block n_block of (batch, head), to walk query blocks [m_begin, m_end)."""
+    """Key block n_block of (batch, head), to walk query blocks [m_begin, m_end), or those places of its list."""
 
     batch: cutlass.Int32
     head: cutlass.Int32

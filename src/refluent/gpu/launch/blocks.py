@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from refluent.gpu.plans.sm100 import backward_plan
 from refluent.masks import BlockSpec, BlockTensors, dense_blocks, list_blocks
 from refluent.mods.graph import POSITIONS, aten, output_of, read
 from refluent.mods.mod import Captured, Mod
-from refluent.problem import Inputs, Options
+from refluent.problem import Inputs, Options, Problem
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
@@ -85,17 +86,20 @@ def _copied(graph: fx.Graph, mod: Mod, at: dict[str, fx.Node], tensors: list[fx.
     return known[output_of(source)]
 
 
-def tile_lists(states: Tensor, spec: BlockSpec, tiles: tuple[int, int], sizes: tuple[int, int]) -> tuple[Tensor, ...]:
-    """By key tile and by query tile, the ascending tiles that are not empty: (Bm, Hm, n), (Bm, Hm, n, m) and
-    (Bm, Hm, m), (Bm, Hm, m, n), int32.
-
-    tiles: rows and keys of one; sizes: of the longest sequence.
-    """
+def tile_lists(problem: Problem, states: Tensor) -> tuple[Tensor, ...]:
+    """The tensors of device.blocks.Blocks for a problem with a block mask of these states."""
+    spec = problem.options.block_mask
+    assert spec is not None
+    plan = backward_plan(problem.head_dim, problem.head_dim_v)
     counts = (states != EMPTY).to(torch.int32)
-    for dim, block, tile, size in ((-2, spec.block_m, tiles[0], sizes[0]), (-1, spec.block_n, tiles[1], sizes[1])):
+    for dim, block, tile, size in (
+        (-2, spec.block_m, plan.tile_m, problem.seqlen_q),
+        (-1, spec.block_n, plan.tile_n, problem.seqlen_k),
+    ):
         first = torch.arange(0, size, tile, device=states.device)
         sums = torch.nn.functional.pad(counts.cumsum(dim, dtype=torch.int32), (1, 0) if dim == -1 else (0, 0, 1, 0))
         last = ((first + tile + block - 1) // block).clamp(max=counts.shape[dim])
         counts = sums.index_select(dim, last) - sums.index_select(dim, first // block)
     left = counts > 0
-    return (*list_blocks(left.transpose(-1, -2)), *list_blocks(left))
+    lists = (*list_blocks(left.transpose(-1, -2)), *list_blocks(left))
+    return tuple(x.expand(problem.batch, problem.heads_q, *x.shape[2:]) for x in lists)

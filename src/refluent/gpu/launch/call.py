@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from refluent.gpu.device.seqlen import workspace_blocks
-from refluent.gpu.launch.blocks import mask_of, mask_tensors
+from refluent.gpu.launch.blocks import mask_of, mask_tensors, tile_lists
 from refluent.gpu.launch.compiled import compiled_backward
 from refluent.gpu.launch.variant import Variant, variant_of
 from refluent.gpu.launch.workspace import Extents, sections
@@ -46,7 +46,9 @@ def backward(
     sink_type = None if sink is None else sink.dtype
     wanted = needs.dcaptured if any(needs.dcaptured) else ()
     captured = pass_captured(inputs.score_captured, problem.options.score_mod)
-    mask_captured = pass_captured(mask_tensors(problem.options, inputs), mask_of(problem.options))
+    mask_captured = mask_tensors(problem.options, inputs)
+    blocks = tile_lists(problem, mask_captured[0]) if problem.options.block_mask is not None else None
+    mask_captured = pass_captured(mask_captured, mask_of(problem.options))
     elements = tuple(tensor.numel() if need else 0 for tensor, need in zip(captured, wanted))
     prepared = prepare(
         problem, arch, dlse is not None, sink_type, inputs.q.shape[0], inputs.k.shape[0], wanted, elements
@@ -81,6 +83,7 @@ def backward(
         captured or None,
         mask_captured or None,
         tuple(None if gradient is None else gradient.view(-1) for gradient in dcaptured) if wanted else None,
+        blocks,
         *prepared.numbers,
         ctas,
     )

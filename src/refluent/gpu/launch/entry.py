@@ -6,11 +6,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+import torch
 
 from refluent.gpu.collect import collect
 from refluent.gpu.convert import Convert
 from refluent.gpu.delta import Delta, DeltaTensors
 from refluent.gpu.device import arithmetic
+from refluent.gpu.device.blocks import Blocks
 from refluent.gpu.device.seqlen import Side, workspace_blocks
 from refluent.gpu.launch import fakes
 from refluent.gpu.launch.variant import Variant
@@ -73,6 +75,7 @@ class BackwardEntry:
         captured: tuple | None,  # by score_mod and by mask_mod, see fakes.captured
         mask_captured: tuple | None,
         dcaptured: tuple | None,  # (n,) of a captured tensor's type, or None
+        blocks: tuple | None,  # device.blocks.Blocks
         batch: cutlass.Int32,
         seqlen_q: cutlass.Int32,
         seqlen_k: cutlass.Int32,
@@ -126,6 +129,7 @@ class BackwardEntry:
             captured,
             mask_captured,
             views.sums(tuple_of(captured)),
+            Blocks(*blocks) if cutlass.const_expr(blocks is not None) else None,
             stream,
         )
         self.convert_dq(views.dq(4), dq, queries, scale, batch, stream)
@@ -255,6 +259,7 @@ def compile_backward(variant: Variant):
         fakes.operand(kind, variant.packed_k),
         fakes.vector(sink) if sink else None,
         *_captured(variant),
+        tuple(fakes.captured(torch.int32, ndim) for ndim in (3, 4, 3, 4)) if variant.block_mask else None,
         *integers,
         cutlass.Float32(0),
         cutlass.Float32(0),

@@ -36,6 +36,7 @@ class Variant:
     sink: str = ""
     score_mod: str = ""  # a mod's key: the digest of its graph, with its captured tensors' types and dimensions
     mask_mod: str = ""
+    block_mask: bool = False  # tiles are listed; what it masks within them is part of mask_mod
     dcaptured: tuple[bool, ...] = ()  # which tensors that score_mod captures get a gradient
 
     @cached_property
@@ -93,6 +94,7 @@ def variant_of(
         sink="" if sink is None else _name(sink),
         score_mod=mod_key(problem.options.score_mod),
         mask_mod=mod_key(mask_of(problem.options)),
+        block_mask=problem.options.block_mask is not None,
         dcaptured=dcaptured if any(dcaptured) else (),
     )
 

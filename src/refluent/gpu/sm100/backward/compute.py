@@ -69,7 +69,8 @@ def compute(ctx: Context):
     for index in cutlass.range(first, ctx.call.tiles(), stride):
         tile = ctx.call.tile(index)
         totals.fill(0.0)
-        for m_block in cutlass.range(tile.m_begin, tile.m_end):
+        for place in cutlass.range(tile.m_begin, tile.m_end):
+            m_block = ctx.call.query_block(tile, place)
             compute_step(ctx, tile, m_block, share, step, totals)
             step += 1
         if cutlass.const_expr(count > 0):

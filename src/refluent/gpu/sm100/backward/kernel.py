@@ -12,6 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
+from refluent.gpu.device.blocks import Blocks
 from refluent.gpu.device.copies import sequence_view
 from refluent.gpu.device.seqlen import Side
 from refluent.gpu.device.visible import Window
@@ -68,6 +69,7 @@ class Backward:
         captured: tuple | None,
         mask_captured: tuple | None,
         sums: tuple | None,
+        blocks: Blocks | None,
         stream,
     ):
         """q (b, s, h, d) or packed (t, h, d), k, v, do likewise; workspaces as Sources and Targets say. `ctas`: CTAs of
@@ -79,7 +81,7 @@ class Backward:
         keys = Side(cu_seqlens_k, seqused_k, seqlen_k, k.shape[0] if packed_k else seqlen_k)
         heads = q.shape[1 if packed_q else 2]
         window = Window(left, right, self.has_left, self.has_right)
-        call = Call(queries, keys, window, heads, batch, scale, self.group, plan.tile_m, plan.tile_n)
+        call = Call(queries, keys, window, heads, batch, scale, self.group, plan.tile_m, plan.tile_n, blocks)
         products = Products.make(dtype, plan)
         layouts = Layouts.make(products, dtype, plan)
         q_view = sequence_view(q, seqlen_q, queries.ragged, packed_q)
