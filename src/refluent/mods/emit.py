@@ -212,8 +212,10 @@ class Emission:
 
     def _counts(self, node: fx.Node) -> bool:
         """Whether the result and the operands are whole and none is below 0."""
-        spans = [self.ranges.get(a, (-1, 0)) if isinstance(a, fx.Node) else (a, a) for a in node.args[:2]]
-        return not dtype_of(node).is_floating_point and all(low >= 0 for low, _ in spans)
+        if dtype_of(node).is_floating_point:
+            return False
+        lowest: list[Any] = [self.ranges[a][0] if isinstance(a, fx.Node) else a for a in node.args[:2]]
+        return min(lowest) >= 0
 
     def _cast_kind(self, node: fx.Node) -> str:
         """Of a conversion: to whole numbers by way of int64 where int32 would not hold them."""

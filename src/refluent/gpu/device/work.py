@@ -9,11 +9,11 @@ waits only on tiles that started before it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 
-from refluent.gpu.device.blocks import Blocks
 from refluent.gpu.device.locate import locate
 from refluent.gpu.device.seqlen import Side, workspace_blocks
 from refluent.gpu.device.visible import Window
@@ -32,7 +32,7 @@ class Call:
     group: cutlass.Constexpr
     tile_m: cutlass.Constexpr
     tile_n: cutlass.Constexpr
-    blocks: Blocks | None = None
+    blocks: Any = None  # Blocks
 
     @property
     def last_key_block_first(self) -> bool:

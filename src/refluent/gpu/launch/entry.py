@@ -129,7 +129,7 @@ class BackwardEntry:
             captured,
             mask_captured,
             views.sums(tuple_of(captured)),
-            Blocks(*blocks) if cutlass.const_expr(blocks is not None) else None,
+            blocks_of(blocks),
             stream,
         )
         self.convert_dq(views.dq(4), dq, queries, scale, batch, stream)
@@ -142,6 +142,10 @@ class BackwardEntry:
 def side(tensor: cute.Tensor, cu_seqlens, seqused, seqlen) -> Side:
     tokens = seqlen if cu_seqlens is None else tensor.shape[0]
     return Side(cu_seqlens, seqused, seqlen, tokens)
+
+
+def blocks_of(lists: tuple | None) -> Blocks | None:
+    return None if lists is None else Blocks(*lists)
 
 
 class Views:
