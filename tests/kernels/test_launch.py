@@ -232,6 +232,11 @@ def test_a_device_function_is_compiled_and_loaded_without_a_device(tmp_path, mon
         (entry,) = cache.active().entries()
         assert entry.name == "backward sm_103a float16 32/32"
         assert b"sm_103a" in cache.active().path(entry.key).read_bytes()
+        slope, labels = torch.ones(4), torch.zeros(9)
+        score = rf.score_mod(lambda s, b, h, i, j: s + slope[h] * (j - i)).mod.key
+        mask = rf.mask_mod(lambda b, h, i, j: labels[i] == labels[j]).mod.key
+        more = {"score_mod": score, "mask_mod": mask, "dcaptured": (True,), "block_mask": True, "deterministic": True}
+        compiled.compiled_backward(dataclasses.replace(made, **more))
     finally:
         cache.use(before)
 
