@@ -79,6 +79,33 @@ def test_vectors_with_gaps():
     )  # fmt: skip
 
 
+def test_learned_and_fixed_tensors_of_a_score_function():
+    """By autograd: of two captured tensors the one that requires grad gets it; a mask, blocks and a 0-d tensor too."""
+    q, k, v = tensors(2, 150, 131, 4, 2, 64, 64)
+    slope, bias, gain = torch.randn(4, requires_grad=True), torch.randn(150, 131), torch.tensor(0.7, requires_grad=True)
+    block_mask = rf.create_block_mask(
+        lambda b, h, i, j: (i // 40 + j // 30) % 2 == 0, None, None, 150, 131, BLOCK_SIZE=32
+    )
+    options = {
+        "score_mod": lambda s, b, h, i, j: s * gain + 0.01 * slope[h] * (j - i) + bias[i, j],
+        "mask_mod": lambda b, h, i, j: j % 7 != 3,
+        "block_mask": block_mask,
+    }
+    do = torch.randn(2, 150, 4, 64, dtype=torch.bfloat16)
+    leaves, made = (q, k, v, slope, gain), {}
+    for backend in (NAME, "torch"):
+        made[backend] = torch.autograd.grad(rf.attention(q, k, v, backend=backend, **options), leaves, do)
+    for got, expected in zip(made[NAME], made["torch"]):
+        assert torch.linalg.vector_norm(got - expected) < 0.01 * torch.linalg.vector_norm(expected)
+
+
+def test_captured_gradients_of_nothing():
+    q, k, v = tensors(2, 0, 5, 2, 2, 64, 64)
+    slope = torch.randn(2, requires_grad=True)
+    rf.attention(q, k, v, backend=NAME, score_mod=lambda s, b, h, i, j: s + slope[h]).sum().backward()
+    assert torch.equal(slope.grad, torch.zeros(2))
+
+
 @pytest.mark.parametrize(("sq", "sk"), [(0, 5), (5, 0), (0, 0)])
 def test_nothing_to_attend_to(sq, sk):
     q, k, v = tensors(2, sq, sk, 2, 2, 64, 64)
