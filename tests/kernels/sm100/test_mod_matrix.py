@@ -76,7 +76,7 @@ def score_mod(row, batch, heads, q, k):
         gain, cold = of(), of(heads, dtype=torch.bfloat16)
         return lambda s, b, h, i, j: s * (1 + 0.1 * gain) + s * torch.sigmoid(cold[h])
     if kind == "labels":
-        names, affinity = torch.randint(0, 4, (batch, max(q, k)), dtype=torch.int16), of(4, 4)
+        names, affinity = torch.randint(0, 4, (batch, max(q, k)), dtype=torch.int32), of(4, 4)
         return lambda s, b, h, i, j: s + affinity[names[b, i], names[b, j]]
     if kind == "rows":
         row_bias, key_bias = of(batch, q), of(k, heads, dtype=torch.float16)
