@@ -34,7 +34,7 @@ class Source:
         if self.dtype == "bool":
             return value != 0
         if self.dtype == "uint8":
-            return Int32(value)
+            return Int32(value) & 0xFF
         if self.dtype == "uint16":
             return Int32(value) & 0xFFFF
         if self.dtype == "uint32":
