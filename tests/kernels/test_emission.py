@@ -158,7 +158,7 @@ TENSORS = {
         torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     )
 } | {
-    dtype: torch.randint(0, 250, (2, 5)).to(dtype) for dtype in (torch.uint8, torch.uint16, torch.uint32)
+    dtype: torch.randint(100, 250, (2, 5)).to(dtype) for dtype in (torch.uint8, torch.uint16, torch.uint32)
 } | {torch.bool: torch.rand(2, 5) > 0.5}  # fmt: skip
 
 
