@@ -28,7 +28,7 @@ import refluent as rf
 
 HEADS, HEAD_DIM = 8, 64
 LONG = 16384
-SETTLE = 0.05
+SETTLE = 0.01
 """Seconds before each forward: OpenMP's threads keep spinning for some milliseconds after the call before."""
 
 MEMORY_PROGRAM = f"""

@@ -61,7 +61,7 @@ def test_help_loads_no_command() -> None:
 
 
 def test_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted() -> int:
+    def interrupted(compiling: bool) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(doctor, "run", interrupted)
@@ -105,12 +105,20 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 class TestDoctor:
-    def test_lists_every_backend(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["doctor"]) == 0
+    @pytest.mark.parametrize("options", [[], ["--run"]])
+    def test_lists_every_backend(
+        self, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        tried = []
+        monkeypatch.setattr(doctor, "try_backend", lambda name, device: tried.append(name) or "")
+        assert cli.main(["doctor", *options]) == 0
         out = capsys.readouterr().out
+        there = [name for name in backends.names() if backends.missing(name) is None]
+        assert tried == [name for name in there if options or name not in doctor.COMPILING]
         for name in backends.names():
             line = next(line for line in out.splitlines() if line.startswith(f"  {name} "))
-            assert "works" in line if backends.missing(name) is None else "not here: " in line
+            state = "works" if name in tried else "ready" if name in there else "not here"
+            assert f" {state}: " in line
         assert torch.__version__ in out
         assert "cute dsl" in out
 
@@ -120,7 +128,18 @@ class TestDoctor:
 
         monkeypatch.setattr(rf, "attention", broken)
         assert cli.main(["doctor"]) == 1
-        assert "fails on cpu: no such instruction" in capsys.readouterr().out
+        assert "fails: on cpu, no such instruction" in capsys.readouterr().out
+
+    def test_the_call_that_is_tried(self) -> None:
+        assert doctor.finding("torch", compiling=False) == ("works", "forward and backward of a small call ran")
+
+    def test_a_line_is_out_before_the_next_is_looked_for(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        seen = []
+        monkeypatch.setattr(doctor, "gpu", lambda: seen.append(capsys.readouterr().out) or "none")
+        cli.main(["doctor"])
+        assert seen[0].splitlines()[-1].startswith("torch ")
 
     def test_a_backend_that_gives_nan(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rf, "attention", lambda q, k, v, **options: (q + k + v) * math.nan)

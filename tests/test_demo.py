@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from refluent.accuracy import Errors
-from refluent.demo import gradients, report, run, text
+from refluent.demo import emulated, folder, gradients, report, run, text
 from refluent.demo.model import Config, Decoder
 from refluent.demo.train import Settings, evaluate, sample, train
 
@@ -160,6 +160,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     with pytest.MonkeyPatch.context() as patch:
         whole = text.load()
         patch.setattr(text, "load", lambda: text.Text(whole.train, whole.held_out[:400]))
+        patch.setattr(emulated, "missing", lambda: "no <emulator> today")
         code = run.run(run.Request(out, CPU, SETTINGS, CONFIG, quiet=True))
     return out, code
 
@@ -187,6 +188,7 @@ class TestReport:
             assert f'src="{plot}"' in page
             assert (out / plot).read_bytes().startswith(b"\x89PNG")
         assert "FAILED" in page
+        assert "Skipped: no &lt;emulator&gt; today." in page
         assert [path.name for path in out.parent.iterdir()] == ["report"]
 
     def test_the_page_escapes_what_was_sampled(self, done: tuple[Path, int]) -> None:
@@ -196,8 +198,10 @@ class TestReport:
 
     def test_a_report_replaces_an_earlier_one(self, done: tuple[Path, int], tmp_path: Path) -> None:
         figures = json.loads((done[0] / "figures.json").read_text())
-        report.write(tmp_path / "r", figures)
-        report.write(tmp_path / "r", figures | {"passed": True})
+        report.write(tmp_path / "r", figures, {"timeline.svg": "<svg/>"})
+        assert (tmp_path / "r" / "timeline.svg").read_text() == "<svg/>"
+        report.write(tmp_path / "r", figures | {"passed": True}, {})
+        assert not (tmp_path / "r" / "timeline.svg").exists()
         assert json.loads((tmp_path / "r" / "figures.json").read_text())["passed"] is True
         assert [path.name for path in tmp_path.iterdir()] == ["r"]
 
@@ -209,11 +213,11 @@ class TestReport:
             raise KeyboardInterrupt
 
         figures = json.loads((done[0] / "figures.json").read_text())
-        report.write(tmp_path / "r", figures)
+        report.write(tmp_path / "r", figures, {})
         earlier = {path.name: path.read_bytes() for path in (tmp_path / "r").iterdir()}
         monkeypatch.setattr(report, place, interrupt)
         with pytest.raises(KeyboardInterrupt):
-            report.write(tmp_path / "r", figures | {"seconds": 0})
+            report.write(tmp_path / "r", figures | {"seconds": 0}, {})
         assert {path.name: path.read_bytes() for path in (tmp_path / "r").iterdir()} == earlier
         assert [path.name for path in tmp_path.iterdir()] == ["r"]
 
@@ -221,17 +225,17 @@ class TestReport:
         self, done: tuple[Path, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         figures = json.loads((done[0] / "figures.json").read_text())
-        report.write(tmp_path / "r", figures | {"seconds": 1})
-        move = report.os.rename
+        report.write(tmp_path / "r", figures | {"seconds": 1}, {})
+        move = folder.os.rename
 
         def rename(source: Path, target: Path) -> None:
             if source.name == "new":
                 raise KeyboardInterrupt
             move(source, target)
 
-        monkeypatch.setattr(report.os, "rename", rename)
+        monkeypatch.setattr(folder.os, "rename", rename)
         with pytest.raises(KeyboardInterrupt):
-            report.write(tmp_path / "r", figures | {"seconds": 2})
+            report.write(tmp_path / "r", figures | {"seconds": 2}, {})
         assert json.loads((tmp_path / "r" / "figures.json").read_text())["seconds"] == 1
         assert [path.name for path in tmp_path.iterdir()] == ["r"]
 
@@ -240,3 +244,11 @@ class TestReport:
         with pytest.raises(ValueError, match="is no earlier report"):
             run.run(run.Request(tmp_path, CPU, SETTINGS, CONFIG, quiet=True))
         assert (tmp_path / "thesis.txt").exists()
+
+
+def test_the_skipped_kernel_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(emulated.platform, "system", lambda: "Darwin")
+    figures, pictures = run._emulated(emulated.SMALL, print)
+    assert pictures == {}
+    assert "exists for Linux only" in figures["skipped"]
+    assert f"skipped: {figures['skipped']}" in capsys.readouterr().out

@@ -69,6 +69,12 @@ def test_against_torch_sdpa():
     assert_same(reference.attention(q, k, v, causal=True).o, expected.transpose(1, 2))
 
 
+def test_weights_of_less_than_1e_300():
+    """Some rows' and columns' weights all round to 0 or to numbers whose last bits are no numbers any more."""
+    q, k, v, do, dlse = inputs()
+    compare(30 * q, 30 * k, v, do, dlse)
+
+
 @pytest.mark.parametrize(
     ("options", "rule"),
     [

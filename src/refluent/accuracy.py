@@ -139,10 +139,7 @@ class Expected:
         for name, tensor in (got | (dcaptured or {})).items():
             if tensor is None:
                 continue
-            largest = self.backward.largest[name]
-            if name not in got:
-                largest *= math.sqrt(self._contributions(tensor))
-            errors.append(check(name, tensor, expected[name], self.eager[name], largest, self.dtype))
+            errors.append(_judge(self.measure(name, tensor, expected[name])))
             if name in got:
                 _check_zero(name, tensor, self._silent() if name == "dq" else ~self.forward.reached)
         if dsink is not None and self.backward.dsink is not None:
@@ -150,10 +147,15 @@ class Expected:
             errors.append(check_sink(dsink, self.backward.dsink, self.backward.largest["dsink"], rows, self.dtype))
         return errors
 
-    def _contributions(self, captured: Tensor) -> float:
-        """How many scores add to one element of a captured tensor, on average."""
-        keys = self.forward.reached.shape[-1 if self.heads_first[1] else -2]
-        return max(1.0, self.forward.lse.numel() * keys / max(1, captured.numel()))
+    def measure(self, name: str, got: Tensor, expected: Tensor) -> Errors:
+        """Errors of dq, dk, dv or a captured tensor's gradient, ``expected`` by the reference; does not raise."""
+        if self.backward is None:
+            raise ValueError("expect() was called without do: there are no gradients to compare with")
+        largest = self.backward.largest[name]
+        if name in self.backward.dcaptured:  # scores that add to one of its elements, on average
+            keys = self.forward.reached.shape[-1 if self.heads_first[1] else -2]
+            largest *= math.sqrt(max(1.0, self.forward.lse.numel() * keys / max(1, got.numel())))
+        return measure(name, got, expected, self.eager[name], largest, self.dtype)
 
     def _silent(self) -> Tensor:
         """Which (row, head) of o and dq take part in nothing: outside every sequence, or empty."""

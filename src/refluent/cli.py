@@ -72,7 +72,8 @@ def _add_demo(commands: Commands) -> None:
         help="train a small language model, check its gradients, write a report",
         description="Trains a byte-level decoder (grouped heads, sliding windows, learned ALiBi slopes) on the text "
         "behind Python's help(), and the same model with its attention zeroed. Checks the losses and one step's "
-        "attention gradients, and writes a report folder. About a minute on 2 cores. Exit code 1 if a check failed.",
+        "attention gradients, takes one step's attention backward through the Blackwell kernel in the emulator (on "
+        "Linux, with the extra `emulator`), and writes a report folder. Exit code 1 if a check failed.",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("refluent-report"), help="report folder (default: %(default)s)"
@@ -108,13 +109,16 @@ def _add_doctor(commands: Commands) -> None:
         description="Prints Python, torch, the GPU and its driver, the CuTe DSL, and for each backend whether it works "
         "here or why not. Exit code 1 if no backend works.",
     )
+    parser.add_argument(
+        "--run", action="store_true", help="also compile a small call for the backends of GPU kernels and run it"
+    )
     parser.set_defaults(command=_doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from refluent.doctor import run
 
-    return run()
+    return run(compiling=arguments.run)
 
 
 def _add_check(commands: Commands) -> None:
@@ -158,10 +162,13 @@ def _check(arguments: argparse.Namespace) -> int:
 def _add_emulate(commands: Commands) -> None:
     parser = commands.add_parser(
         "emulate",
-        help="run a script of CuTe DSL kernels on an emulated GPU",
+        help="run a script of CuTe DSL kernels, or the Blackwell backward, on an emulated GPU",
+        usage="%(prog)s [options] SCRIPT [ARGUMENT ...]\n       %(prog)s backward [options]",
         description="Runs a Python script with a chip emulated on this CPU: CuTe DSL kernels that it compiles run "
         "there, CPU tensors stand for GPU tensors. Prints every launch and what the checks found. Exit code 1 if a "
         "check found something or the script failed.",
+        epilog="`refluent emulate backward` runs a training step's attention backward through refluent's own Blackwell "
+        "kernel instead: `refluent emulate backward --help`. (A script of that name: ./backward.)",
     )
     from refluent.emulator import script
 
@@ -170,10 +177,46 @@ def _add_emulate(commands: Commands) -> None:
 
 
 def _emulate(arguments: argparse.Namespace) -> int:
+    if str(arguments.script) == "backward":
+        return _emulate_backward(arguments)
     _require("numba", "llvmlite", "cutlass", extra="emulator")
     from refluent.emulator import script
 
     return script.run(arguments)
+
+
+def _emulate_backward(before: argparse.Namespace) -> int:
+    """`before`: what stood before the word, whose rest is not taken apart yet."""
+    from refluent.emulator import script
+
+    parser = argparse.ArgumentParser(
+        prog="refluent emulate backward",
+        description="Trains the demo's decoder for a few steps, then takes the attention backward of one training step "
+        "through the Blackwell kernel, compiled and run on an emulated chip. Prints the gradients' errors against the "
+        "float64 reference, what each warp role did, what the checks found, and a step's clocks beside the design's. "
+        "About a minute. Exit code 1 if an error is over its bound or a check found something.",
+    )
+    script.add_options(parser)
+    parser.add_argument(
+        "--report", type=Path, metavar="DIR", help="write index.html, figures.json and each layer's timeline into DIR"
+    )
+    arguments = parser.parse_args(before.arguments, before)
+    _require("numba", "llvmlite", "cutlass", extra="emulator")
+    if arguments.arch != "sm_100a":
+        raise UsageError(f"--arch {arguments.arch}: there is a backward kernel for sm_100a only")
+    from refluent import emulator
+    from refluent.demo import emulated, folder
+
+    reason, options = emulated.missing(), script.chip_options(arguments)
+    if reason is not None:
+        raise UsageError(f"emulate backward: {reason}")
+    try:
+        emulator.gpu(arguments.arch, **options)
+        if arguments.report is not None:
+            folder.check_target(arguments.report, emulated.OPTION)
+    except (emulator.EmulatorError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    return emulated.run(emulated.Step(chip=options), arguments.report)
 
 
 def _add_bench(commands: Commands) -> None:
@@ -211,7 +254,15 @@ def _add_plan(commands: Commands) -> None:
         description="Prints which plan serves a problem: tiles, stages, warps, and the maps of tensor memory and "
         "shared memory, drawn to scale.",
     )
-    parser.add_argument("--arch", choices=["sm100"], default="sm100", help="architecture (default: %(default)s)")
+    from refluent.emulator.chips import architecture
+
+    parser.add_argument(
+        "--arch",
+        type=architecture,
+        choices=["sm_100a"],
+        default="sm_100a",
+        help="architecture (default: %(default)s); sm100 will do",
+    )
     parser.add_argument("--head-dim", type=positive_number, required=True, metavar="D", help="of q and k, in elements")
     parser.add_argument("--head-dim-v", type=positive_number, metavar="D", help="of v (default: that of q and k)")
     parser.add_argument("--causal", action="store_true", help="with a causal mask")
@@ -231,11 +282,11 @@ def _plan(arguments: argparse.Namespace) -> int:
         if value % 8 or value > MAX_HEAD_DIM:
             raise UsageError(f"{name}: got {value}; allowed: a multiple of 8 up to {MAX_HEAD_DIM}")
     try:
-        _, right = check_window(tuple(arguments.window))
+        left, right = check_window(tuple(arguments.window))
     except ValueError as error:
         raise UsageError(f"--{error}") from error
     plan = backward_plan(head_dim, head_dim_v)
-    print(draw(plan, head_dim, head_dim_v, arguments.causal or right is not None))
+    print(draw(plan, head_dim, head_dim_v, left is not None, arguments.causal or right is not None))
     return 0
 
 

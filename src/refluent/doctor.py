@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
 from importlib import metadata
 
 import torch
@@ -18,21 +17,26 @@ DSL_TESTED = "4.8.1"
 DSL_BROKEN = ("4.6.0", "4.6.1")  # kernels compiled by them can hang on Blackwell
 
 
-def run() -> int:
-    """Prints the findings; 0 if a backend works, else 1."""
-    for what, finding in (
-        ("refluent", rf.__version__),
-        ("python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"),
-        ("torch", torch_build()),
-        ("gpu", gpu()),
-        ("cute dsl", cute_dsl()),
+COMPILING = "sm100", "emulate:sm100"  # backends whose first call takes many seconds
+
+
+def run(compiling: bool = False) -> int:
+    """Prints the findings, each as it is made; 0 if a backend works, else 1. compiling: try what has to be compiled."""
+    for what, find in (
+        ("refluent", lambda: rf.__version__),
+        ("python", lambda: f"{platform.python_version()}, {platform.system()} {platform.machine()}"),
+        ("torch", torch_build),
+        ("gpu", gpu),
+        ("cute dsl", cute_dsl),
     ):
-        print(f"{what:9} {finding}")
+        print(f"{what:9} {find()}", flush=True)
     works = False
     print("backends")
-    for name, problem in findings():
-        works = works or not problem
-        print(f"  {name:15} {problem or 'works: forward and backward of a small call ran'}")
+    for name in backends.names():
+        print(f"  {name:15} ", end="", flush=True)
+        state, words = finding(name, compiling)
+        works = works or state == "works"
+        print(f"{state}: {words}", flush=True)
     return 0 if works else 1
 
 
@@ -95,12 +99,16 @@ def cute_dsl() -> str:
     return version
 
 
-def findings() -> Iterator[tuple[str, str]]:
-    """Each backend's name and why it doesn't work here, "" if it does."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for name in backends.names():
-        reason = backends.missing(name)
-        yield name, f"not here: {reason}" if reason else try_backend(name, device)
+def finding(name: str, compiling: bool) -> tuple[str, str]:
+    """Of a backend: "works", "ready" (not tried), "fails" or "not here", and more words."""
+    reason = backends.missing(name)
+    if reason:
+        return "not here", reason
+    if name in COMPILING and not compiling:
+        return "ready", "what it needs is there; `refluent doctor --run` also compiles and runs a small call"
+    device = torch.device("cuda" if torch.cuda.is_available() and not name.startswith("emulate:") else "cpu")
+    problem = try_backend(name, device)
+    return ("fails", f"on {device}, {problem}") if problem else ("works", "forward and backward of a small call ran")
 
 
 def try_backend(name: str, device: torch.device) -> str:
@@ -110,7 +118,7 @@ def try_backend(name: str, device: torch.device) -> str:
         o = rf.attention(q, k, v, causal=True, backend=name)
         gradients = torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
     except (RuntimeError, ImportError, NotImplementedError) as error:
-        return f"fails on {device}: {error}"
+        return str(error)
     if not all(torch.isfinite(tensor).all() for tensor in (o, *gradients)):
-        return f"fails on {device}: the results are not finite; `refluent check --backend {name}` shows more"
+        return f"the results are not finite; `refluent check --backend {name}` shows more"
     return ""

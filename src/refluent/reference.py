@@ -555,7 +555,8 @@ def _slices(x: Tensor, dim: int) -> list[Tensor]:
     slices: list[Tensor] = []
     for _ in range(3):
         top = x.abs().amax(dim, keepdim=True) if x.numel() else x
-        unit = torch.ldexp(torch.ones_like(top), torch.frexp(top).exponent - 21)
+        exponent = torch.frexp(top).exponent.clamp(min=-1000)  # a unit of less would be 0
+        unit = torch.ldexp(torch.ones_like(top), exponent - 21)
         slices.append(torch.round(x / unit) * unit)
         x = x - slices[-1]
     return slices

@@ -29,8 +29,8 @@ from refluent.emulator import cudart
 BOTH = ("sm_90a", "sm_100a")
 
 
-_compiled: dict[tuple[str, str, str], Callable] = {}
-_running = ""
+_compiled: dict[tuple[Case | None, str, str], Callable] = {}
+_running: Case | None = None
 _placement = Placement()
 
 
@@ -39,11 +39,12 @@ class Case:
     name: str
     arches: tuple[str, ...]
     body: Callable[[], None]
+    num_sms: int = 8  # multiprocessors of the chip that it is meant for
 
     def run(self, device: str = "cpu") -> Placement:
         """`device`: "cpu" inside a context of the emulator, "cuda" for a real one. Returns what the launches left."""
         global _running, _placement
-        _running, _placement = self.name, Placement(device)
+        _running, _placement = self, Placement(device)
         self.body()
         return _placement
 
@@ -61,13 +62,13 @@ def launch(function, *arguments, static=()):
     _placement.launched()
 
 
-def case(*arches: str, **variants: dict) -> Callable:
+def case(*arches: str, num_sms: int = 8, **variants: dict) -> Callable:
     """Register a case, or one for each variant's keyword arguments."""
 
     def register(function):
         for name, arguments in (variants or {"": {}}).items():
             label = f"{function.__name__}-{name}" if name else function.__name__
-            CASES.append(Case(label, arches or BOTH, lambda f=function, a=arguments: f(**a)))
+            CASES.append(Case(label, arches or BOTH, lambda f=function, a=arguments: f(**a), num_sms))
         return function
 
     return register
@@ -278,12 +279,16 @@ def persistent():
     same(y, x * x)
 
 
-@case("sm_100a")
+@case("sm_100a", num_sms=1)
 def cancelling():
-    x, y, rows_done = torch.randn(19, 100), torch.empty(19, 100), torch.zeros(19, dtype=torch.int32)
+    """One multiprocessor holds 32 of these CTAs: 38 launches are cancelled, so some CTA does three rows or more."""
+    x, y, rows_done = torch.randn(70, 100), torch.empty(70, 100), torch.zeros(70, dtype=torch.int32)
     launch(scheduling.cancelling, on_gpu(x), on_gpu(y), on_gpu(rows_done))
     same(y, x * x)
-    assert rows_done.sum() == 19
+    assert rows_done.sum() == 70
+    if _placement.device == "cpu":
+        assert rows_done.count_nonzero() == 32
+        assert rows_done.max() >= 3
 
 
 @case()

@@ -17,11 +17,11 @@ RUNS = [pytest.param(case, arch, id=f"{case.name}-{arch}") for case in CASES for
 @pytest.mark.parametrize(("case", "arch"), RUNS)
 def test_right_and_silent_under_20_schedules(case, arch):
     for schedule, seed in SCHEDULES:
-        with emulator.gpu(arch, schedule=schedule, seed=seed):
+        with emulator.gpu(arch, schedule=schedule, seed=seed, num_sms=case.num_sms):
             case.run()
 
 
 @pytest.mark.parametrize(("case", "arch"), RUNS)
 def test_right_without_checks(case, arch):
-    with emulator.gpu(arch, checks="none"):
+    with emulator.gpu(arch, checks="none", num_sms=case.num_sms):
         case.run()

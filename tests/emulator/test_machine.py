@@ -528,7 +528,14 @@ def test_counters_and_timeline(tmp_path):
     assert launch.roles[1].operations == {}
     assert launch.instructions > 200
     assert "bulk load: 6, 768 bytes" in str(gpu.report)
+    assert [sum(role.names.values()) for role in launch.roles] == [role.instructions for role in launch.roles]
+    assert launch.roles[0].names["cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"] == 6
     assert gpu.trace is not None
+    part = gpu.trace.longest(launch.kernel)
+    assert [len(part.bars), min(bar.start for bar in part.bars)] == [len(gpu.trace.bars), 0]
+    with pytest.raises(LookupError, match="nothing of another was traced"):
+        gpu.trace.longest("another")
+    assert ">first</text>" in part.svg({"warp 00": "first"})
     as_json, as_svg = gpu.trace.write(tmp_path)
     import json
     from xml.etree import ElementTree

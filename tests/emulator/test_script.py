@@ -49,9 +49,10 @@ def run(tmp_path, *arguments, index="thread", end="", options=()):
     return cli.main(["emulate", *options, str(script), *arguments])
 
 
-def test_a_script_runs_on_the_chip_asked_for(tmp_path, capsys):
+@pytest.mark.parametrize("arch", ["sm_90a", "sm90"])
+def test_a_script_runs_on_the_chip_asked_for(arch, tmp_path, capsys):
     argv, path = list(sys.argv), list(sys.path)
-    assert run(tmp_path, "one", "--two", options=("--arch", "sm_90a")) == 0
+    assert run(tmp_path, "one", "--two", options=("--arch", arch)) == 0
     out = capsys.readouterr().out
     assert "arguments ['one', '--two'] sum 64.0 (9, 0)" in out
     assert "emulated sm_90a" in out
@@ -87,6 +88,7 @@ def test_wrong_usage(tmp_path, capsys):
     assert "no such file" in capsys.readouterr().err
     assert run(tmp_path, options=("--checks", "everything")) == 2
     assert run(tmp_path, options=("--num-sms", "0")) == 2
+    assert run(tmp_path, options=("--processes", "0")) == 2
     with pytest.raises(SystemExit):
         run(tmp_path, options=("--arch", "sm_80"))
 

@@ -44,11 +44,27 @@ class TestPlan:
         assert bars[-1].endswith("█")
         assert f"{SHARED_BYTES - plan.shared_bytes:,}" in out.splitlines()[-1]
 
-    @pytest.mark.parametrize(("window", "order"), [(("5", "3"), "last"), (("5", "-1"), "first")])
+    def test_spellings_of_the_architecture(self, capsys):
+        code, out, _ = run(capsys, "plan", "--head-dim", "64")
+        assert code == 0
+        assert all(run(capsys, "plan", "--head-dim", "64", "--arch", arch)[1] == out for arch in ("sm100", "sm_100a"))
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["plan", "--head-dim", "64", "--arch", "sm90"])
+        assert ended.value.code == 2
+        assert "(choose from" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("window", "order"),
+        [
+            (("5", "3"), "last first: it has the fewest query blocks"),
+            (("5", "-1"), "last first: it has the most query blocks"),
+            (("-1", "-1"), "first first"),
+        ],
+    )
     def test_order_under_a_window(self, capsys, window, order):
         code, out, _ = run(capsys, "plan", "--head-dim", "64", "--window", *window)
         assert code == 0
-        assert f"key blocks in order, the {order} first" in out
+        assert f"key blocks in order, the {order}\n" in out
 
     @pytest.mark.parametrize(
         ("arguments", "text"),

@@ -31,6 +31,11 @@ class LayerErrors:
 
 def check_step(model: Decoder, data: text.Text, settings: Settings, sequences: int = 2) -> list[LayerErrors]:
     """Run one forward and backward of the trained model and judge dq, dk, dv and dslope of every layer."""
+    return [_check_layer(seen) for seen in traced_step(model, data, settings, sequences)]
+
+
+def traced_step(model: Decoder, data: text.Text, settings: Settings, sequences: int) -> list[Traced]:
+    """One forward and backward of the model; every layer's attention with its operands' gradients."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(settings.seed + 1)
     x, target = next(text.batches(data.train, sequences, settings.length, generator))
@@ -41,29 +46,27 @@ def check_step(model: Decoder, data: text.Text, settings: Settings, sequences: i
         for tensor in (seen.q, seen.k, seen.v, seen.o):
             tensor.retain_grad()
     loss.backward()
-    return [_check_layer(seen) for seen in trace]
+    return trace
 
 
 def _check_layer(seen: Traced) -> LayerErrors:
     q, k, v = (tensor.detach() for tensor in (seen.q, seen.k, seen.v))
     expected = accuracy.expect(q, k, v, _grad(seen.o), causal=True, window=seen.window, score_mod=seen.score_mod)
+    made = {"dq": _grad(seen.q), "dk": _grad(seen.k), "dv": _grad(seen.v), "slope": _grad(seen.slope)}
+    return judge(seen, expected, made)
+
+
+def judge(seen: Traced, expected: accuracy.Expected, made: dict[str, Tensor]) -> LayerErrors:
+    """The errors of a layer's gradients: dq, dk, dv and captured tensors by name."""
     reference = expected.backward
     if reference is None:
         raise RuntimeError("the reference made no gradients")
-    pairs = {
-        "dq": (_grad(seen.q), reference.dq),
-        "dk": (_grad(seen.k), reference.dk),
-        "dv": (_grad(seen.v), reference.dv),
-        "slope": (_grad(seen.slope), reference.dcaptured["slope"]),
-    }
-    errors = [
-        accuracy.measure(name, got, right, expected.eager[name], reference.largest[name], q.dtype)
-        for name, (got, right) in pairs.items()
-    ]
+    right = {"dq": reference.dq, "dk": reference.dk, "dv": reference.dv} | reference.dcaptured
+    errors = [expected.measure(name, got, right[name]) for name, got in made.items()]
     return LayerErrors(seen.layer, seen.window, errors, [str(error) for error in errors if not error.passed])
 
 
-def _grad(tensor: Tensor) -> Tensor:
-    if tensor.grad is None:
+def _grad(tensor: Tensor | None) -> Tensor:
+    if tensor is None or tensor.grad is None:
         raise RuntimeError("a traced tensor got no gradient")
     return tensor.grad

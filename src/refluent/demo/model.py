@@ -23,6 +23,7 @@ class Config:
     heads_kv: int = 2
     window: int = 32
     attend: bool = True  # False: the attention's output is replaced by zeros
+    slopes: bool = True  # False: no score function, positions enter through the masks alone
 
     @property
     def head_dim(self) -> int:
@@ -39,8 +40,9 @@ class Traced:
     k: Tensor  # (b, s, h_kv, d)
     v: Tensor
     o: Tensor  # (b, s, h, d)
-    slope: Tensor  # (h,)
-    score_mod: rf.TracedMod
+    lse: Tensor  # (b, h, s)
+    slope: Tensor | None  # (h,)
+    score_mod: rf.TracedMod | None
 
 
 class Attention(nn.Module):
@@ -55,8 +57,9 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
         # Press, Smith, Lewis, "Train Short, Test Long" (2022), section 3: a geometric series over the heads
         slope = nn.Parameter(2.0 ** (-8.0 * torch.arange(1, config.heads + 1) / config.heads))
-        self.slope = slope
-        self.score_mod = rf.score_mod(lambda score, b, h, i, j: score + slope[h] * (j - i))
+        alibi = rf.score_mod(lambda score, b, h, i, j: score + slope[h] * (j - i))
+        self.slope = slope if config.slopes else None
+        self.score_mod = alibi if config.slopes else None
 
     def forward(self, x: Tensor, trace: list[Traced] | None = None) -> Tensor:  # (b, s, width)
         config = self.config
@@ -64,9 +67,9 @@ class Attention(nn.Module):
             return torch.zeros_like(x)
         heads = self.qkv(x).unflatten(-1, (-1, config.head_dim))
         q, k, v = heads.split([config.heads, config.heads_kv, config.heads_kv], dim=2)
-        o = rf.attention(q, k, v, causal=True, window=self.window, score_mod=self.score_mod)
+        o, lse = rf.attention(q, k, v, causal=True, window=self.window, score_mod=self.score_mod, return_lse=True)
         if trace is not None:
-            trace.append(Traced(self.layer, self.window, q, k, v, o, self.slope, self.score_mod))
+            trace.append(Traced(self.layer, self.window, q, k, v, o, lse, self.slope, self.score_mod))
         return self.out(o.flatten(2))
 
 

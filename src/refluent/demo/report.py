@@ -4,50 +4,35 @@ from __future__ import annotations
 
 import html
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MARKER = "figures.json"  # a folder that holds it is a report, and may be replaced by one
+from . import emulated_page, folder
+from .folder import MARKER
+from .style import STYLE
 
+OPTION = "--out"
 ACCENT, QUIET, LINE = "#1a4f8b", "#9a9a9a", "#b5532a"
 
 
 def check_target(target: Path) -> None:
     """Refuse a target that holds something else than a report, before any work is done."""
-    if target.exists() and not (target / MARKER).is_file() and not (target.is_dir() and not any(target.iterdir())):
-        raise ValueError(f"{target} exists and is no earlier report: name another place with --out, or remove it")
+    folder.check_target(target, OPTION)
 
 
-def write(target: Path, figures: dict[str, Any]) -> None:
-    """Write the report beside ``target``, then put it in place: an interrupt leaves the old one or the new one."""
-    check_target(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        fill = staging / "new"
-        fill.mkdir()
-        (fill / "loss.png").write_bytes(_png(_draw_losses, figures))
-        (fill / "gradients.png").write_bytes(_png(_draw_gradients, figures))
-        (fill / MARKER).write_text(json.dumps(figures, indent=2) + "\n")
-        (fill / "index.html").write_text(page(figures))
-        _swap(fill, staging / "old", target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+def write(target: Path, figures: dict[str, Any], pictures: dict[str, str]) -> None:
+    """Write the report: an interrupt leaves the old one or the new one. ``pictures``: SVGs by file name."""
 
+    def fill(new: Path) -> None:
+        (new / "loss.png").write_bytes(_png(_draw_losses, figures))
+        (new / "gradients.png").write_bytes(_png(_draw_gradients, figures))
+        for name, picture in pictures.items():
+            (new / name).write_text(picture)
+        (new / MARKER).write_text(json.dumps(figures, indent=2) + "\n")
+        (new / "index.html").write_text(page(figures))
 
-def _swap(new: Path, old: Path, target: Path) -> None:
-    if target.exists():
-        os.rename(target, old)
-    try:
-        os.rename(new, target)
-    except BaseException:
-        if old.exists():
-            os.rename(old, target)
-        raise
+    folder.write(target, OPTION, fill)
 
 
 def _png(draw: Callable[[Any, dict[str, Any]], None], figures: dict[str, Any]) -> bytes:
@@ -101,16 +86,6 @@ def _draw_gradients(axes: Any, figures: dict[str, Any]) -> None:
     axes.legend(frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(0, 0.86))
 
 
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 46rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-table { border-collapse: collapse; width: 100%; } td, th { text-align: left; padding: .25rem .75rem .25rem 0; }
-tr { border-bottom: 1px solid #ddd; } td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
-img { width: 100%; } pre { background: #f5f5f2; padding: .75rem; white-space: pre-wrap; }
-.yes { color: #2c6e2c; } .no { color: #b02a1a; font-weight: bold; }
-"""
-
-
 def page(figures: dict[str, Any]) -> str:
     """The report as one HTML page; it needs only the files beside it."""
     passed = figures["passed"]
@@ -134,6 +109,7 @@ with its attention's output replaced by zeros.</p>
 <table><tr><th>check<th class=number>figure<th>passed</tr>{checks}</table>
 <h2>Loss</h2><img src="loss.png" alt="Loss against step: both models and the bigram entropy">
 <h2>Gradients</h2><img src="gradients.png" alt="Gradient errors per layer as a share of what is allowed">
+{emulated_page.section(figures["emulated"])}
 <h2>A sampled line</h2><pre>{html.escape(sample["prompt"])}<b>{html.escape(sample["text"])}</b></pre>
 <h2>Machine and settings</h2><table>{facts}</table>
 <p>All figures: <a href="{MARKER}">{MARKER}</a></p>

@@ -15,7 +15,7 @@ import torch
 
 import refluent
 
-from . import gradients, report, text
+from . import emulated, gradients, report, text
 from .model import Config
 from .train import Run, Settings, sample, train
 
@@ -31,6 +31,7 @@ class Request:
     device: torch.device | None = None  # None: the GPU that torch sees, else the CPU
     settings: Settings = field(default_factory=Settings)
     config: Config = field(default_factory=Config)
+    emulated: emulated.Step = emulated.SMALL
     quiet: bool = False
 
 
@@ -50,6 +51,7 @@ def run(request: Request) -> int:
     line = sample(attention.model, PROMPT, length=100, temperature=0.5, seed=request.settings.seed)
     layers = gradients.check_step(attention.model, data, request.settings)
     seconds = time.perf_counter() - started
+    step, pictures = _emulated(request.emulated, say)
 
     figures: dict[str, Any] = {
         "text_bytes": data.size,
@@ -61,12 +63,25 @@ def run(request: Request) -> int:
         "seconds": seconds,
         "runs": {"attention": _figures(attention), "zeroed": _figures(zeroed)},
         "gradients": [layer.figures() for layer in layers],
+        "emulated": step,
     }
-    figures["checks"] = checks(attention.final, zeroed.final, bigram, layers)
+    figures["checks"] = checks(attention.final, zeroed.final, bigram, layers) + step.get("checks", [])
     figures["passed"] = all(check["passed"] for check in figures["checks"])
-    report.write(request.out, figures)
+    report.write(request.out, figures, pictures)
     _summary(figures, request.out, say)
     return 0 if figures["passed"] else 1
+
+
+def _emulated(step: emulated.Step, say: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Figures and pictures of the step through the emulated kernel; where it cannot run, the reason as "skipped"."""
+    reason = emulated.missing()
+    if reason is not None:
+        say(f"the Blackwell kernel in the emulator is skipped: {reason}")
+        return {"skipped": reason}, {}
+    say("a step's attention backward through the Blackwell kernel in the emulator ...")
+    figures, pictures = emulated.run_step(step)
+    say(f"emulated in {figures['seconds']:.0f} s")
+    return figures, pictures
 
 
 def checks(attention: float, zeroed: float, bigram: float, layers: list[gradients.LayerErrors]) -> list[dict[str, Any]]:

@@ -6,6 +6,22 @@
 from __future__ import annotations
 
 from refluent.emulator.context import Gpu, gpu
-from refluent.emulator.errors import DeadlockError, DriverError, EmulatorError, FaultError, FindingsError
+from refluent.emulator.errors import (
+    DeadlockError,
+    DriverError,
+    EmulatorError,
+    FaultError,
+    FindingsError,
+    ProcessError,
+)
 
-__all__ = ["DeadlockError", "DriverError", "EmulatorError", "FaultError", "FindingsError", "Gpu", "gpu"]
+__all__ = [
+    "DeadlockError",
+    "DriverError",
+    "EmulatorError",
+    "FaultError",
+    "FindingsError",
+    "Gpu",
+    "ProcessError",
+    "gpu",
+]

@@ -30,6 +30,11 @@ _CAPABILITY = {"sm_90a": (9, 0), "sm_100a": (10, 0)}
 ARCHITECTURES = tuple(_CAPABILITY)
 
 
+def architecture(name: str) -> str:
+    """ "sm_100a" for "sm100", and the like; others as they are."""
+    return next((arch for arch in ARCHITECTURES if name == arch.replace("_", "").removesuffix("a")), name)
+
+
 def make_chip(arch: str, num_sms: int) -> Chip:
     if arch not in _CAPABILITY:
         raise DriverError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")

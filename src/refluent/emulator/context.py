@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from refluent.emulator.patches import Patches
 if TYPE_CHECKING:
     from refluent.emulator.machine import Machine
     from refluent.emulator.report import Finding, Report
+    from refluent.emulator.trace import Trace
 
 _RAISED = ("fault", "deadlock", "livelock")  # kinds that end the call with a FaultError or DeadlockError
 
@@ -37,6 +38,7 @@ def gpu(
     accumulator: str = "fp32",
     approx: str = "exact",
     cta_order: str = "linear",
+    processes: int = 1,
 ) -> Gpu:
     """An emulated GPU, as a context manager.
 
@@ -55,10 +57,11 @@ def gpu(
     "truncate", the published model of the chips (arXiv 2512.07004, 2511.10909). approx: what the hardware approximates
     (ex2, rcp, tanh, ...) is "exact", or "perturbed" within the PTX manual's bound, by seed. cta_order: in which order
     CTAs get a place on the chip: "linear", as chips do, or "random" or "reverse", which the programming model allows as
-    well; a kernel whose CTAs wait for earlier ones needs them all resident then (num_sms).
+    well; a kernel whose CTAs wait for earlier ones needs them all resident then (num_sms). processes: how many share
+    the clusters of a launch; one whose clusters turn out to depend on each other runs in one, as the report says.
 
     Raises DriverError (unknown DSL version, bad argument, context inside a context) and, from calls inside, what the
-    machine raises: faults, deadlocks, unsupported PTX.
+    machine raises: faults, deadlocks, unsupported PTX; ProcessError if one of several processes is killed.
     """
     from refluent.emulator.machine import Machine  # brings numba and LLVM
 
@@ -74,6 +77,7 @@ def gpu(
         accumulator=accumulator,
         approx=approx,
         cta_order=cta_order,
+        processes=processes,
     )
     return Gpu(chip, machine, on_finding=on_finding, line_info=line_info)
 
@@ -141,9 +145,17 @@ class Gpu:
 
     def timeline(self, folder: str | os.PathLike[str]) -> None:
         """Write what each warp did: timeline.json (Perfetto) and timeline.svg. Needs gpu(..., trace=True)."""
+        self._trace().write(Path(folder))
+
+    def picture(self, kernel: str, labels: Mapping[str, str], across: int) -> str:
+        """The timeline of a kernel's CTA that takes the longest, as an SVG with `across` pixels of time and `labels`
+        instead of its rows' names ("warp 00", "TMA", ...). Needs gpu(..., trace=True)."""
+        return self._trace().longest(kernel).svg(labels, across)
+
+    def _trace(self) -> Trace:
         if self.machine.trace is None:
             raise EmulatorError("nothing was traced: use emulator.gpu(..., trace=True)")
-        self.machine.trace.write(Path(folder))
+        return self.machine.trace
 
     def hand_in(self, value: Any) -> None:
         """Name a tensor or array whose memory kernels will reach through raw pointers."""

@@ -21,3 +21,8 @@ class FaultError(EmulatorError):
 
 class FindingsError(EmulatorError):
     """The checks found something wrong with a kernel."""
+
+
+class ProcessError(EmulatorError):
+    """A process that was to run a part of a launch was killed, or could not be made. Nothing of that launch has been
+    written."""

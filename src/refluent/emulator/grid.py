@@ -91,6 +91,8 @@ class Launch:
         self.triggered = 0  # CTAs that called griddepcontrol.launch_dependents or have left
         self.waiters: list[MachineWarp] = []  # warps of the next launch in griddepcontrol.wait
         self.completed = False
+        self.processes = 0  # how many it runs in, once that is decided
+        self.obstacle = ""  # why it is not more than one
         self.clocks: Any = None  # the checker's
         self.registers = min(SM_REGISTERS // (self.warps * LANES) // 8 * 8, 248)
         self._params = self._lay_out_params()
@@ -104,6 +106,11 @@ class Launch:
     @property
     def finished(self) -> bool:
         return not self.waiting and not self.running
+
+    @property
+    def done(self) -> bool:
+        """Whether every cluster has left and every asynchronous operation is done."""
+        return self.finished and not self.pending_ops
 
     def block_counts(self, warp: int) -> np.ndarray:
         """How often warp `warp` of any CTA entered each block."""
@@ -139,7 +146,7 @@ class Launch:
         used = sum(len(other.running) * other.cluster_size / other.per_sm for other in machine.launches)
         need = self.cluster_size / self.per_sm
         while self.waiting and (used + need <= machine.num_sms or not any(o.running for o in machine.launches)):
-            self._start(self.waiting.popleft())
+            self.start(self.waiting.popleft())
             used += need
 
     def take_waiting(self) -> tuple[int, int, int] | None:
@@ -155,7 +162,8 @@ class Launch:
         place = (index % across, index // across % down, index // (across * down))
         return (place[0] * self.cluster[0], place[1] * self.cluster[1], place[2] * self.cluster[2])
 
-    def _start(self, index: int) -> None:
+    def start(self, index: int) -> None:
+        """Give a cluster its place."""
         cluster = Cluster(self, index, self._origin(index))
         self.running.append(cluster)
         self.machine.check.cluster_starts(cluster)

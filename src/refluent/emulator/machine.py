@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from refluent.emulator import grid, isa, runtime, state
+from refluent.emulator import grid, isa, parallel, runtime, state
 from refluent.emulator.check.checker import Checker, NoChecker
 from refluent.emulator.codegen.emitter import Options
 from refluent.emulator.cta import CTA, MachineWarp
@@ -69,13 +69,18 @@ class Machine:
         approx: str = "exact",
         cta_order: str = "linear",
         strict: bool = False,
+        processes: int = 1,
     ) -> None:
+        if processes < 1:
+            raise ValueError(f"processes must be at least 1, got {processes}")
         self.arch = arch
         self.arch_number = int("".join(c for c in arch if c.isdigit()))
         if accumulator not in numeric.ACCUMULATORS:
             raise ValueError(f"accumulator must be one of {', '.join(numeric.ACCUMULATORS)}, got {accumulator!r}")
         self.accumulator = accumulator
         self.num_sms = num_sms
+        self.processes = processes
+        self.redone: dict[Program, Launch] = {}  # launches that several processes could not run
         self.seed = seed
         self.schedule = Schedule(schedule, random.Random(seed), cta_order)
         self.report = Report(arch, seed, schedule)
@@ -121,7 +126,10 @@ class Machine:
             # A kernel's inf and NaN are its own business.
             with np.errstate(invalid="ignore", over="ignore"), _settled_objects():
                 while self.launches:
-                    self._turn()
+                    if self.processes == 1 or not parallel.run(self):
+                        self._turn()
+                    while self.launches and self.launches[0].done:
+                        self.launches.pop(0).complete()
         finally:
             if self.launches:
                 self._abandon()
@@ -132,6 +140,7 @@ class Machine:
         self.check, self.memory = NoChecker(), GlobalMemory()
         self.last_launch = None
         self.module_variables.clear()
+        self.redone.clear()
 
     def _abandon(self) -> None:
         for launch in self.launches:
@@ -153,8 +162,15 @@ class Machine:
             self._advance(op)
         if warp is None and not self.schedule.performed:
             self._idle()
-        while self.launches and self.launches[0].finished and not self.launches[0].pending_ops:
-            self.launches.pop(0).complete()
+
+    def run_alone(self, launch: Launch, cluster: int, schedule: Schedule) -> None:
+        """Run one cluster of a launch as if it had the machine for itself, by a schedule of its own."""
+        self.schedule = schedule
+        self.queued_ops = self.progress = self.spins = self.idle_rounds = self.now = 0
+        self.timeouts_at = -1
+        launch.start(cluster)
+        while not launch.done:
+            self._turn()
 
     def _idle(self) -> None:
         """Nothing can move by itself: let pollers look again, let waits time out, or report a deadlock."""

@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from refluent.emulator.footprint import GRANULE, RECORD, Footprint
 from refluent.emulator.launch import Allocation
 from refluent.emulator.state import CTA_RANK_SHIFT, SHARED_START, SHARED_WINDOW
 
 TMEM_LANES, TMEM_COLUMNS = 128, 512
-RECORD = 64  # bytes of shadow a granule
-GRANULE = 2  # bytes of memory a granule
 BLOCK_FRESH, BLOCK_READ_ONLY = 1, 2  # flags in the table
 _TABLE_WORDS = 4  # base, end, shadow address, flags
 
@@ -65,7 +64,8 @@ class GlobalMemory:
         self.blocks: list[Block] = []  # sorted by base
         self.hidden: dict[int, Block] = {}  # by base: of earlier calls, out of reach until they are handed in again
         self.table = np.zeros((16, _TABLE_WORDS), np.uint64)
-        self.header = np.zeros(4, np.uint64)  # table address, count, index of the last hit
+        self.header = np.zeros(4, np.uint64)  # table address, count, index of the last hit, the footprint's header
+        self.footprint: Footprint | None = None
         self._publish()
 
     def register(
@@ -133,6 +133,17 @@ class GlobalMemory:
             row[:] = (block.base, block.end, shadow, flags)
         self.header[:3] = (self.table.ctypes.data, count, 0)
 
+    def watch(self) -> Footprint:
+        """Note every access to the blocks that there are, from now on."""
+        self.footprint = Footprint(self.blocks)
+        self.header[3] = self.footprint.address
+        return self.footprint
+
+    def note(self, block: Block, starts: np.ndarray | int, nbytes: int, write: bool) -> None:
+        """For operations that reach into a block by themselves: they access `nbytes` at every start (addresses)."""
+        if self.footprint is not None and nbytes:
+            self.footprint.note(block, np.atleast_1d(np.asarray(starts, np.int64)), nbytes, write)
+
     def find(self, address: int, nbytes: int = 1) -> Block:
         """The block that holds [address, address + nbytes); MemoryFault if none does."""
         low, high = 0, len(self.blocks)
@@ -160,8 +171,9 @@ class GlobalMemory:
         return f"was not handed in: {block.base - address} bytes before {span}"
 
     def view(self, address: int, nbytes: int) -> np.ndarray:
-        """The bytes [address, address + nbytes) themselves (uint8)."""
+        """The bytes [address, address + nbytes) themselves (uint8), to read."""
         block = self.find(address, nbytes)
+        self.note(block, address, nbytes, False)
         return block.data[address - block.base : address - block.base + nbytes]
 
     def gather(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
@@ -171,6 +183,7 @@ class GlobalMemory:
         addresses = np.asarray(addresses, np.int64)
         block = self.find(int(addresses.min()))
         if int(addresses.max()) + nbytes <= block.end:
+            self.note(block, addresses, nbytes, False)
             return block.data[(addresses - block.base)[:, None] + np.arange(nbytes)]
         out = np.empty((len(addresses), nbytes), np.uint8)
         for row, address in zip(out, addresses.tolist()):
@@ -187,6 +200,7 @@ class GlobalMemory:
         block = self.find(address, nbytes)
         if block.read_only:
             raise MemoryFault(f"write to read-only memory at 0x{address:x} ({block.name})")
+        self.note(block, address, nbytes, True)
         return block.data[address - block.base : address - block.base + nbytes]
 
 

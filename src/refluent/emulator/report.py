@@ -100,6 +100,7 @@ class Role:
     instructions: int
     events: int
     operations: dict[str, tuple[int, int, int]]  # kind: count, bytes, floating-point operations
+    names: dict[str, int]  # instruction with its modifiers: how often a warp came to it, whatever its guard said
 
 
 @dataclass
@@ -113,6 +114,8 @@ class LaunchReport:
     shared_bytes: int
     roles: list[Role]
     operations: dict[str, tuple[int, int, int]]
+    processes: int = 1  # that it ran in
+    obstacle: str = ""  # why it ran in one process where several were asked for
 
     @property
     def instructions(self) -> int:
@@ -130,7 +133,11 @@ class LaunchReport:
         shape = f"grid {self.grid}, block {self.block}"
         if self.cluster != (1, 1, 1):
             shape += f", cluster {self.cluster}"
+        if self.processes > 1:
+            shape += f", in {self.processes} processes"
         lines = [f"{self.kernel}: {shape}, {self.shared_bytes} bytes of dynamic shared memory"]
+        if self.obstacle:
+            lines.append(f"  in one process: {self.obstacle}")
         for role in self.roles:
             registers = f", {role.registers} registers" if role.registers is not None else ""
             head = f"warps {ranges(role.warps)}{registers}"
@@ -190,6 +197,8 @@ class Report:
                 launch.request.shared_bytes,
                 _roles(launch),
                 operations,
+                max(launch.processes, 1),
+                launch.obstacle,
             )
         )
 
@@ -238,12 +247,19 @@ def _role(launch: Launch, warps: list[int]) -> Role:
     for (warp, kind), row in counts.by_warp.items():
         if warp in warps:
             operations[kind] = [a + b for a, b in zip(operations[kind], row)]
+    entered = launch.counters[warps].sum(0)
+    names: dict[str, int] = defaultdict(int)
+    for block, times in zip(launch.program.compiled.blocks, entered.tolist()):
+        if times:
+            for instr in launch.kernel.instructions[block.start : block.end]:
+                names[instr.name] += times
     return Role(
         warps,
         counts.setmaxnreg.get(warps[0]),
         int(sum(counts.instructions[warp] for warp in warps)),
         sum(counts.events[warp] for warp in warps),
         {kind: (row[0], row[1], row[2]) for kind, row in operations.items()},
+        dict(names),
     )
 
 

@@ -10,6 +10,7 @@ from numba import cfunc, njit
 from refluent.emulator import state
 from refluent.emulator.check import shadow
 from refluent.emulator.check.shadow import ALL_BYTES, BYTES_SHIFT, KIND_SHIFT, LANE_SHIFT, WEAK, touch
+from refluent.emulator.footprint import note
 from refluent.emulator.native import load8, load16, load32, load64, store8, store16, store32, store64
 
 MAX_CLUSTER = 8
@@ -89,6 +90,9 @@ def _global(context: int, address: int, nbytes: int, store: int, lane: int) -> i
     flags = load64(row + 24)
     if store != 0 and (flags & 2) != 0:
         return READ_ONLY
+    footprint = load64(header + 24)
+    if footprint != 0:
+        note(footprint, index, address - load64(row), nbytes, store != 0)
     store64(context + _POINTERS + 8 * lane, address)
     shadows = load64(row + 16)
     store64(context + _RECORDS + 8 * lane, 0 if shadows == 0 else shadows + 64 * ((address - load64(row)) >> 1))

@@ -7,8 +7,9 @@ import runpy
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
-from refluent.emulator.chips import ARCHITECTURES
+from refluent.emulator.chips import ARCHITECTURES, architecture
 from refluent.emulator.context import Gpu, gpu
 from refluent.emulator.errors import EmulatorError
 
@@ -18,8 +19,22 @@ CTA_ORDERS = ("linear", "random", "reverse")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command; everything after SCRIPT belongs to the script."""
-    parser.add_argument("--arch", choices=ARCHITECTURES, default="sm_100a", help="emulated chip (default: %(default)s)")
+    """The command's arguments; everything after SCRIPT belongs to the script."""
+    add_options(parser)
+    parser.add_argument("--report", type=Path, metavar="DIR", help="write report.txt and a timeline into DIR")
+    parser.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file, run as __main__")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="passed on to the script")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What the chip is like."""
+    parser.add_argument(
+        "--arch",
+        type=architecture,
+        choices=ARCHITECTURES,
+        default="sm_100a",
+        help="emulated chip (default: %(default)s); sm90 and sm100 will do",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the schedule (default: 0)")
     parser.add_argument("--schedule", choices=SCHEDULES, default="fair", help="order of warps, CTAs and copies")
     parser.add_argument(
@@ -33,10 +48,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--approx", choices=("exact", "perturbed"), default="exact", help="approximated functions (default: exact)"
     )
     parser.add_argument("--cta-order", choices=CTA_ORDERS, default="linear", help="order in which CTAs start")
+    parser.add_argument("--processes", type=int, default=1, help="that share the CTAs of a launch (default: 1)")
     parser.add_argument("--strict", action="store_true", help="hold kernels to the letter of the PTX manual")
-    parser.add_argument("--report", type=Path, metavar="DIR", help="write report.txt and a timeline into DIR")
-    parser.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file, run as __main__")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="passed on to the script")
+
+
+def chip_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of gpu() beside the architecture."""
+    return {
+        "seed": arguments.seed,
+        "schedule": arguments.schedule,
+        "checks": arguments.checks.split(",") if "," in arguments.checks else arguments.checks,
+        "num_sms": arguments.num_sms,
+        "strict": arguments.strict,
+        "accumulator": arguments.accumulator,
+        "approx": arguments.approx,
+        "cta_order": arguments.cta_order,
+        "processes": arguments.processes,
+        "on_finding": "record",
+    }
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,21 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.script.is_file():
         print(f"refluent emulate: no such file: {arguments.script}", file=sys.stderr)
         return 2
-    checks = arguments.checks.split(",") if "," in arguments.checks else arguments.checks
     try:
-        chip = gpu(
-            arguments.arch,
-            seed=arguments.seed,
-            schedule=arguments.schedule,
-            checks=checks,
-            num_sms=arguments.num_sms,
-            strict=arguments.strict,
-            accumulator=arguments.accumulator,
-            approx=arguments.approx,
-            cta_order=arguments.cta_order,
-            on_finding="record",
-            trace=arguments.report is not None,
-        )
+        chip = gpu(arguments.arch, trace=arguments.report is not None, **chip_options(arguments))
     except (EmulatorError, ValueError) as error:
         print(f"refluent emulate: {error}", file=sys.stderr)
         return 2

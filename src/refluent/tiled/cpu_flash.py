@@ -29,8 +29,9 @@ _SHORT = {torch.float32: 1 << 24, torch.bfloat16: 1 << 22, torch.float16: 1 << 2
 """Multiplications in one product of one head up to which the kernel wins in any case (512 x 512 x 64, 256 x 256 x
 64)."""
 _BRIEF = 1 << 29
-"""The same over all heads for float32 forwards (8 heads of 1024 x 1024 x 64, under 10 ms), where threads of chunks have
-no time to make up for their start."""
+"""The same over all heads (8 heads of 1024 x 1024 x 64, 10 ms forward), where threads of chunks have no time to make up
+for their start: they wait for OpenMP's, which spin for some milliseconds, and for each other. For backwards of float32
+alone: 16-bit tiles are cheaper by more than that."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +45,22 @@ class Call:
 
 def plan_forward(problem: Problem, segment: Segment) -> Call | None:
     """The kernel's way to a segment's forward, None where it has none or a slower one."""
-    heads = problem.heads_q * (segment.batch.stop - segment.batch.start)
-    work = heads * segment.len_q * segment.len_k * problem.head_dim
-    brief = problem.dtype == torch.float32 and work <= _BRIEF
-    return _exact(problem, segment) if brief or _wins(problem, segment) else None
+    return _exact(problem, segment) if _brief(problem, segment) or _wins(problem, segment) else None
 
 
 def plan_backward(problem: Problem, segment: Segment, dlse: Tensor | None) -> Call | None:
     """The kernel's way to a segment's backward, None where it has none or a slower one."""
-    if dlse is not None or not _wins(problem, segment):
+    brief = problem.dtype == torch.float32 and _brief(problem, segment)
+    if dlse is not None or not (brief or _wins(problem, segment)):
         return None
     if problem.group > 1 and problem.dtype.itemsize >= 4:
         return None  # it adds a group's heads up in one running sum, which loses too much of wide types
     return _exact(problem, segment)
+
+
+def _brief(problem: Problem, segment: Segment) -> bool:
+    heads = problem.heads_q * (segment.batch.stop - segment.batch.start)
+    return heads * segment.len_q * segment.len_k * problem.head_dim <= _BRIEF
 
 
 def _wins(problem: Problem, segment: Segment) -> bool:

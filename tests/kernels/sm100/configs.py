@@ -29,6 +29,7 @@ STATIC = {
     "deterministic": (False, True),
     "dlse": (False, True),
     "sink": (None, torch.float32, torch.bfloat16),
+    "cluster": (1, 2),
 }
 BIG = ("odd", "long q", "long k", "whole", "one over")  # three or more blocks of queries and of keys
 RUNTIME = {
@@ -95,6 +96,7 @@ class Config:
         plain = {"heads": "mha", "sides": "none", "layout": "dense", "do": "contiguous", "qkv": "contiguous"}
         on = [n for n, value in plain.items() if self[n] != value]
         on += [n for n in ("softcap", "dropout", "deterministic", "dlse", "sink", "scale", "ctas") if self[n]]
+        on += ["cluster"] if self["cluster"] > 1 else []
         return tuple(on)
 
     @property
@@ -176,6 +178,7 @@ class Config:
         words += [name for name in ("softcap", "dropout", "deterministic", "dlse") if self[name]]
         words += ["sink"] if self["sink"] else []
         words += [f"ctas {self['ctas']}"] if self["ctas"] else []
+        words += [f"cluster {self['cluster']}"] if self["cluster"] > 1 else []
         return "-".join(word.replace(" ", "_") for word in words)
 
 

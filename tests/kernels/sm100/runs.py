@@ -28,6 +28,7 @@ class Run:
     dlse: torch.Tensor | None
     options: dict
     ctas: int = 0
+    cluster: int = 1
     expected: accuracy.Expected = field(init=False)
 
     def __post_init__(self):
@@ -42,7 +43,7 @@ class Run:
         main = launch.backward
 
         def backward(*arguments, **more):
-            return main(*arguments, **more, ctas=self.ctas)
+            return main(*arguments, **more, ctas=self.ctas, cluster=self.cluster)
 
         gpu.setdefault("checks", ORDERED if self.options.get("deterministic") else "all")
         chip = emulator.gpu(ARCH, schedule=schedule, seed=seed, strict=True, **gpu)
@@ -75,7 +76,7 @@ def prepare(config: Config) -> Run:
             options[f"seqused_{name}"] = rows.seqused()
         if rows.packed:
             options |= {f"cu_seqlens_{name}": rows.cu_seqlens(), f"max_seqlen_{name}": rows.seqlen}
-    return Run(do, q, k, v, dlse, options, config["ctas"])
+    return Run(do, q, k, v, dlse, options, config["ctas"], config["cluster"])
 
 
 def view(kind: str, rows: Rows, heads: int, width: int, dtype: torch.dtype) -> torch.Tensor:

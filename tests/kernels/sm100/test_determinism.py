@@ -14,14 +14,14 @@ pytestmark = pytest.mark.emulator
 BF16 = torch.bfloat16
 
 
-def run(queries, keys, heads=2, heads_kv=2, d=64, dv=64, dtype=BF16, ctas=0, **options):
+def run(queries, keys, heads=2, heads_kv=2, d=64, dv=64, dtype=BF16, ctas=0, cluster=1, **options):
     torch.manual_seed(7)
     q, do = queries.tensor(heads, d, dtype), queries.tensor(heads, dv, dtype)
     k, v = keys.tensor(heads_kv, d, dtype), keys.tensor(heads_kv, dv, dtype)
     for name, rows in (("q", queries), ("k", keys)):
         if rows.packed:
             options |= {f"cu_seqlens_{name}": rows.cu_seqlens(), f"max_seqlen_{name}": rows.seqlen}
-    return Run(do, q, k, v, queries.statistic(heads), {"deterministic": True, **options}, ctas)
+    return Run(do, q, k, v, queries.statistic(heads), {"deterministic": True, **options}, ctas, cluster)
 
 
 def packed(*lengths):
@@ -31,6 +31,7 @@ def packed(*lengths):
 CASES = {
     "causal": lambda: run(Rows(400, (400,)), Rows(420, (420,)), causal=True, sink=torch.randn(2)),
     "grouped": lambda: run(Rows(270, (270,)), Rows(400, (400,)), 3, 1, ctas=5),
+    "cluster": lambda: run(Rows(270, (270,)), Rows(300, (300,)), 2, 1, ctas=4, cluster=2, causal=True),
     "window, two sequences": lambda: run(Rows(300, (300,) * 2), Rows(390, (390,) * 2), window=(140, 60), ctas=3),
     "packed, grouped, causal": lambda: run(
         packed(130, 0, 300), packed(260, 40, 0), 4, 2, 32, 96, torch.float16, causal=True
@@ -41,7 +42,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.full if i > 2 else ()) for i, c in enumerate(CASES)]
+    "case", [pytest.param(c, marks=pytest.mark.full if i > 3 else ()) for i, c in enumerate(CASES)]
 )
 def test_bits(case):
     """Under 20 schedules, on chips of different sizes."""

@@ -13,20 +13,20 @@ from kernels.sm100.runs import Run
 
 pytestmark = pytest.mark.emulator
 BF16 = torch.bfloat16
-COMPUTE, MMA, LOAD, REDUCE, EPILOGUE, STORAGE = (
-    f"sm100/backward/{name}.py" for name in "compute mma load reduce epilogue storage".split()
+COMPUTE, MMA, LOAD, REDUCE, EPILOGUE, STORAGE, KERNEL = (
+    f"sm100/backward/{name}.py" for name in "compute mma load reduce epilogue storage kernel".split()
 )
 BARRIER = "    cute.arch.barrier(barrier_id=COMPUTE_BARRIER, number_of_threads=THREADS)"
 
 
-def call(queries, keys, heads=1, heads_kv=1, ctas=0, **options):
+def call(queries, keys, heads=1, heads_kv=1, ctas=0, cluster=1, **options):
     torch.manual_seed(3)
     q, do = queries.tensor(heads, 64, BF16), queries.tensor(heads, 64, BF16)
     k, v = keys.tensor(heads_kv, 64, BF16), keys.tensor(heads_kv, 64, BF16)
     for name, rows in (("q", queries), ("k", keys)):
         if rows.packed:
             options |= {f"cu_seqlens_{name}": rows.cu_seqlens(), f"max_seqlen_{name}": rows.seqlen}
-    return Run(do, q, k, v, None, options, ctas)
+    return Run(do, q, k, v, None, options, ctas, cluster)
 
 
 CALLS = {
@@ -37,27 +37,42 @@ CALLS = {
     "ordered, causal": lambda: call(Rows(300, (300,)), Rows(300, (300,)), deterministic=True, causal=True),
     "grouped": lambda: call(Rows(140, (140,)), Rows(140, (140,)), 2, ctas=1),
     "grouped, ordered": lambda: call(Rows(140, (140,)), Rows(140, (140,)), 3, deterministic=True),
+    "cluster": lambda: call(Rows(400, (400,)), Rows(300, (300,)), cluster=2),
+    "cluster, ordered": lambda: call(
+        Rows(300, (300,)), Rows(300, (300,)), cluster=2, deterministic=True, window=(30, 10)
+    ),
     "packed": lambda: call(Rows(130, (130, 70), (130, 70)), Rows(150, (20, 150), (20, 150))),
 }
+LEFT = ("exit", "mbarrier")
 RACE, PROXY, STUCK, EMPTY, ORDER = ("race",), ("proxy",), ("deadlock", "livelock"), ("uninitialised",), ("order",)
 
 FAULTS = [
-    Fault("P stored before S is read", COMPUTE, f"{BARRIER}  # S has been read: P may go over it\n", "", RACE),
-    Fault("dS stored before dP is read", COMPUTE, f"{BARRIER}  # dP has been read: dS may go over it\n", "", RACE),
+    Fault(
+        "P stored before S is read",
+        COMPUTE,
+        "    cute.arch.fence_view_async_tmem_load()\n    lse =",
+        "    lse =",
+        RACE,
+    ),
+    Fault(
+        "P stored over the other warpgroup's S",
+        COMPUTE,
+        "start = column + share.group_first + first // 2",
+        "start = column + (share.group_first + first) // 2",
+        RACE,
+    ),
     Fault(
         "P announced before it is stored",
         COMPUTE,
-        "    if cutlass.const_expr(plan.transposed_kv):\n        store_shared(ctx.shared.ds[None, None, None, P]",
-        "    arrive(bars.s.empty_at(step))\n"
-        "    if cutlass.const_expr(plan.transposed_kv):\n        store_shared(ctx.shared.ds[None, None, None, P]",
+        "    for c in cutlass.range_constexpr(0, share.columns, share.part):  # part",
+        "    arrive(bars.s.empty_at(step))\n    for c in cutlass.range_constexpr(0, share.columns, share.part):  # part",
         RACE,
     ),
     Fault(
         "no wait for P in tensor memory",
         COMPUTE,
-        "        store_tensor(ctx.tmem, plan.s.column, packed, share)\n"
-        "        cute.arch.fence_view_async_tmem_store()\n",
-        "        store_tensor(ctx.tmem, plan.s.column, packed, share)\n",
+        "    else:\n        cute.arch.fence_view_async_tmem_store()\n    arrive(bars.s.empty_at(step))",
+        "    arrive(bars.s.empty_at(step))",
         RACE,
     ),
     Fault(
@@ -167,8 +182,8 @@ FAULTS = [
         "Q released before dK reads it",
         MMA,
         "        multiply(ctx.products.dk, ctx.accumulators.dk, frags.dk, bars.q.stage(step), i > 0)\n"
-        "        if following:\n            commit(bars.q.empty_at(step))\n",
-        "        if following:\n            commit(bars.q.empty_at(step))\n"
+        "        if following:\n            commit(bars.q.empty_at(step), ctx.static.cluster)\n",
+        "        if following:\n            commit(bars.q.empty_at(step), ctx.static.cluster)\n"
         "        multiply(ctx.products.dk, ctx.accumulators.dk, frags.dk, bars.q.stage(step), i > 0)\n",
         RACE,
     ),
@@ -216,6 +231,55 @@ FAULTS = [
         "targets.dk, plan.dk, ctx.call.scale)",
         "targets.dk, plan.dk, cutlass.Float32(1.0))",
         (WRONG,),
+    ),
+    Fault(
+        "a release that reaches the own CTA alone",
+        "device/pipeline.py",
+        "mask(cluster) if cutlass.const_expr(cluster > 1) else None",
+        "None",
+        STUCK,
+        "cluster",
+    ),
+    Fault(
+        "a release by one CTA enough for both",
+        STORAGE,
+        " * (cluster if name in SHARED_RINGS else 1)",
+        "",
+        RACE + STUCK,
+        "cluster",
+    ),
+    Fault(
+        "a CTA leaves before the other's releases",
+        LOAD,
+        "        drain(ctx, step)\n",
+        "        pass\n",
+        LEFT,
+        "cluster",
+    ),
+    Fault(
+        "barriers of the other not waited for",
+        KERNEL,
+        "            cute.arch.cluster_arrive()\n            cute.arch.cluster_wait()\n",
+        "            cute.arch.sync_threads()\n",
+        LEFT + RACE,
+        "cluster",
+    ),
+    Fault("half of Q waited for", LOAD, "expect(q_full, m * d", "expect(q_full, m // 2 * d", RACE, "cluster"),
+    Fault(
+        "a pair that does not walk together",
+        "device/work.py",
+        "self.window.query_blocks(span * self.span_n, self.span_n,",
+        "self.window.query_blocks(n_block * self.tile_n, self.tile_n,",
+        STUCK,
+        "cluster, ordered",
+    ),
+    Fault(
+        "a turn taken by who has nothing to add",
+        REDUCE,
+        "        if tile.adds(m_block):\n",
+        "        if tile.steps > 0:\n",
+        STUCK,
+        "cluster, ordered",
     ),
 ]
 CI = 2  # every how many of them

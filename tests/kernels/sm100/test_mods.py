@@ -185,6 +185,26 @@ def test_together(name, record_errors):
     check(TOGETHER[name](), record=record_errors)
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_scales_that_are_not_positive(scale, softcap):
+    """What a mask hides has no weight, before and behind a function of the scores."""
+    torch.manual_seed(5)
+    more = {"mask_mod": lambda b, h, i, j: (i + j) % 3 > 0, "causal": True, "scale": scale, "softcap": softcap}
+    check(call(40, 50, **more), SCHEDULES[:1])
+    check(call(40, 50, score_mod=library.alibi(learned(2)), **more), SCHEDULES[:1])
+
+
+def test_rows_that_see_nothing_by_a_mask():
+    """NaN in their do reaches nothing."""
+    torch.manual_seed(5)
+    run = call(140, 150, score_mod=library.alibi(learned(2)), mask_mod=lambda b, h, i, j: (i % 50 > 3) & (i >= j))
+    expected = run()
+    run.do[:, torch.arange(140) % 50 <= 3] = float("nan")
+    made = run()
+    assert all(torch.equal(one, other) for one, other in zip(made[:3], expected[:3]))
+
+
 def test_nothing_comes_from_masked_positions():
     """Neither NaN nor inf, of the function, of its derivative, of what it reads there."""
     torch.manual_seed(5)

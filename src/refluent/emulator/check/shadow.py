@@ -82,14 +82,15 @@ def ordered(who: int, actor: int, tick: int, row: int) -> bool:
 def report(
     who: int, kind: int, address: int, what: int, tick: int, actor: int, other: int, other_tick: int, space: int
 ) -> None:
-    """Append a finding unless this pair of instructions has one of its kind."""
-    found = _word(who, FINDINGS)
+    """Append a finding unless this pair of instructions has one of its kind in this launch."""
+    found, launch = _word(who, FINDINGS), _word(who, LAUNCH_BASE)
     count = load64(found)
     instr, other_instr = what & INSTR_MASK, other & INSTR_MASK
     for i in range(count):
         at = found + 8 * (LIST_HEADER + FINDING_WORDS * i)
         if (
             load64(at) == kind
+            and load64(at + 16) >= launch
             and (load64(at + 24) & INSTR_MASK) == instr
             and (load64(at + 48) & INSTR_MASK) == other_instr
         ):

@@ -73,7 +73,7 @@ def _assertion(parameters: list[Reg]) -> Handler:
 def _string(machine: Machine, address: int) -> str:
     """The C string at a global address."""
     block = machine.memory.find(address)
-    raw = block.data[address - block.base :].tobytes()
+    raw = machine.memory.view(address, block.end - address).tobytes()
     end = raw.find(b"\0")
     if end < 0:
         raise MemoryFault(f"the string at 0x{address:x} has no end inside {block.name or 'its block'}")

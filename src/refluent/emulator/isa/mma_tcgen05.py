@@ -98,7 +98,17 @@ class Mma:
 
     @property
     def flops(self) -> int:
-        return 2 * self.shape.m * self.shape.n * (numeric.K_BYTES // numeric.ELEMENT_BYTES[self.shape.a_type])
+        return 2 * self.shape.m * self.shape.n * self.k
+
+    @property
+    def k(self) -> int:
+        return numeric.K_BYTES // numeric.ELEMENT_BYTES[self.shape.a_type]
+
+    @property
+    def shared_bytes(self) -> int:
+        """What both operands have in shared memory, of all its CTAs."""
+        rows = self.shape.n if isinstance(self.a, int) else self.shape.m + self.shape.n
+        return rows * numeric.K_BYTES
 
     def a_addresses(self) -> np.ndarray | None:
         """Chunk addresses of A in each CTA's window, None when A is in tensor memory."""

@@ -328,9 +328,10 @@ def _submit_mma(machine: Machine, cta: CTA, warp: MachineWarp, instr: Instructio
                     check.async_tmem(op, member, lanes, column, columns, write=False)
                 check.async_tmem(op, member, lanes, column, columns, write=True)
         mma.execute(ctas, machine.accumulator)
+        machine.count_bytes(warp, "mma operands in shared memory", mma.shared_bytes)
 
     op = AsyncOp(
-        kind="mma",
+        kind=f"mma {mma.shape.m}x{mma.shape.n}x{mma.k}",
         cta=cta,
         warp=warp,
         instr=instr.index,

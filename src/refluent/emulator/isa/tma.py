@@ -166,6 +166,8 @@ def _read_global(machine: Machine, box: TensorMap, region: Region) -> np.ndarray
     if region.empty:
         return load_box(box, region, None, 0)
     block = machine.memory.find(region.address, region.end - region.address)
+    if machine.memory.footprint is not None:
+        machine.memory.note(block, *region.rows(), False)
     return load_box(box, region, block.data, block.base)
 
 
@@ -238,6 +240,8 @@ def _submit_store(
         block = machine.memory.find(region.address, region.end - region.address)
         if block.read_only:
             raise MemoryFault(f"{instr.name}: write to read-only memory ({block.name})")
+        if machine.memory.footprint is not None:
+            machine.memory.note(block, *region.rows(), True)
         if machine.check.enabled:
             starts, run = region.rows()
             for writes in (True,) if operation is None else (False, True):

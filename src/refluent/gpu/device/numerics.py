@@ -29,3 +29,11 @@ def tanh(x: cutlass.Float32) -> cutlass.Float32:
     """tanh from one exponential and one reciprocal, to about 1e-6 absolute: tanh.approx is good to 5e-4 only."""
     e = cute.arch.exp2(cutlass.min(x, cutlass.Float32(15.0)) * 2.885390081777927)  # exp(2 x)
     return 1.0 - 2.0 * cute.arch.rcp_approx(e + 1.0)
+
+
+@cute.jit
+def opaque(value):
+    """The integer, which the compiler takes for a new one: what is made of it is worked out here, not kept from
+    before."""
+    kind = type(value)
+    return cute.arch.inline_ptx(f"mov.b{kind.width} {{$w0}}, {{$r0}};", write_only_types=[kind], read_only_args=[value])

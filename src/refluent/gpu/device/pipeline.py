@@ -46,10 +46,15 @@ def arrive(barrier: cute.Pointer):
 
 
 @cute.jit
-def commit(barrier: cute.Pointer):
-    """An arrival when everything the tensor unit has been given is done."""
+def commit(barrier: cute.Pointer, cluster: cutlass.Constexpr = 1):
+    """An arrival when everything the tensor unit has been given is done, at every CTA's barrier of the cluster."""
     with cute.arch.elect_one():
-        tcgen05.commit(barrier)
+        tcgen05.commit(barrier, mask(cluster) if cutlass.const_expr(cluster > 1) else None)
+
+
+def mask(cluster: int) -> cutlass.Int16:
+    """A multicast's mask of CTAs."""
+    return cutlass.Int16((1 << cluster) - 1)
 
 
 @cute.jit

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from refluent.errors import UnsupportedError
 from refluent.gpu.device.seqlen import workspace_blocks
 from refluent.gpu.launch.blocks import mask_of, mask_tensors, tile_lists
 from refluent.gpu.launch.compiled import compiled_backward
@@ -33,12 +34,20 @@ def backward(
     needs: Needs,
     *,
     ctas: int = 0,
+    cluster: int = 1,
 ) -> Gradients:
     """The gradients of a call that the backend supports.
 
     `ctas`: of the main kernel's grid at most, each of which walks tiles; 0: one a tile. If deterministic, no more than
     the device runs at once: a tile waits for earlier ones, and a CTA that has not started has tiles among those.
+    `cluster`: CTAs that load Q and dO for each other, 1 or 2; nobody has measured yet where 2 is the better choice. Not
+    2 with a block mask, whose lists make each CTA walk query blocks of its own.
     """
+    if cluster > 1 and problem.options.block_mask is not None:
+        raise UnsupportedError(
+            f"cluster={cluster} and a block mask: the CTAs of a cluster walk the same query blocks, "
+            "and those of a block mask each its own list; pass cluster=1"
+        )
     if _nothing_to_do(problem, inputs):
         return _empty(problem, inputs, lse, dlse, needs)
     arch, emulated = target(inputs.q.device)
@@ -50,10 +59,11 @@ def backward(
     blocks = tile_lists(problem, mask_captured[0]) if problem.options.block_mask is not None else None
     mask_captured = pass_captured(mask_captured, mask_of(problem.options))
     elements = tuple(tensor.numel() if need else 0 for tensor, need in zip(captured, wanted))
-    prepared = prepare(
-        problem, arch, dlse is not None, sink_type, inputs.q.shape[0], inputs.k.shape[0], wanted, elements
-    )
+    rows = inputs.q.shape[0], inputs.k.shape[0]
+    prepared = prepare(problem, arch, dlse is not None, sink_type, *rows, cluster, wanted, elements)
     variant = prepared.variant
+    if may_have_empty_rows(problem, inputs):
+        do = silence(problem, inputs, o, lse, do)
     q, k, v, o, do = (fit(tensor) for tensor in (inputs.q, inputs.k, inputs.v, o, do))
     dq = _output(q, cleared=problem.varlen_q)
     whole = problem.varlen_k or (problem.has_seqused_k and variant.group == 1)
@@ -94,6 +104,31 @@ def backward(
         dsink if needs.dsink else None,
         dcaptured,
     )
+
+
+def may_have_empty_rows(problem: Problem, inputs: Inputs) -> bool:
+    """Whether a query may see no key, as far as the host knows; then its do, which may be NaN, must not count."""
+    options, lengths = problem.options, (inputs.seqused_q, inputs.seqused_k)
+    if options.mask_mod is not None or options.block_mask is not None:
+        return True
+    left, right = options.window
+    if (left is not None and left < 0) or (right is not None and right < 0):
+        return True
+    bounded = options.causal or left is not None or right is not None
+    if problem.varlen_q or problem.varlen_k or lengths != (None, None):
+        same = inputs.cu_seqlens_q is inputs.cu_seqlens_k and lengths[0] is lengths[1]
+        return not same or problem.seqlen_q != problem.seqlen_k
+    return bounded and problem.seqlen_q > problem.seqlen_k
+
+
+def silence(problem: Problem, inputs: Inputs, o: Tensor, lse: Tensor, do: Tensor) -> Tensor:
+    """do with zeros in the rows that see no key: products would spread what stands there, 0 times NaN being NaN."""
+    empty = (lse == -torch.inf).transpose(-1, -2)
+    if inputs.sink is not None:
+        sink = inputs.sink.to(lse.dtype)
+        alone = lse == (sink[:, None] if problem.varlen_q else sink[None, :, None])
+        empty = empty | (alone.transpose(-1, -2) & (o == 0).all(-1))
+    return do.masked_fill(empty.unsqueeze(-1), 0.0)
 
 
 def target(device: torch.device) -> tuple[str, str]:
@@ -204,12 +239,13 @@ def prepare(
     sink: torch.dtype | None,
     tokens_q: int,
     tokens_k: int,
+    cluster: int,
     dcaptured: tuple[bool, ...] = (),
     captured: tuple[int, ...] = (),
 ) -> Prepared:
     """tokens: rows that q and k hold, of packed sequences; dcaptured: as Needs says; captured: those tensors' elements,
     0 of the others."""
-    variant = variant_of(problem, arch, dlse, sink, dcaptured)
+    variant = variant_of(problem, arch, dlse, sink, cluster, dcaptured)
     plan = variant.plan
     m_blocks = workspace_blocks(problem.batch, problem.seqlen_q, tokens_q, plan.tile_m, variant.packed_q)
     n_blocks = workspace_blocks(problem.batch, problem.seqlen_k, tokens_k, plan.tile_n, variant.packed_k)

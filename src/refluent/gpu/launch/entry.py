@@ -40,6 +40,8 @@ class BackwardEntry:
                 variant.softcap,
                 variant.dropout,
                 variant.deterministic,
+                variant.cluster,
+                variant.negative_scale,
                 ScoreMod(score, variant.dcaptured, variant.softcap, arithmetic) if score else None,
                 MaskMod(mask, arithmetic) if mask else None,
             ),

@@ -1,4 +1,5 @@
-"""What a compiled backward depends on, and nothing else: never a length, a batch size, a head count or the scale."""
+"""What a compiled backward depends on, and nothing else: never a length, a batch size or a head count, and of the scale
+its sign alone."""
 
 from __future__ import annotations
 
@@ -32,8 +33,10 @@ class Variant:
     softcap: bool = False
     dropout: bool = False
     deterministic: bool = False
+    negative_scale: bool = False
     dlse: bool = False
     sink: str = ""
+    cluster: int = 1  # CTAs that share Q and dO
     score_mod: str = ""  # a mod's key: the digest of its graph, with its captured tensors' types and dimensions
     mask_mod: str = ""
     block_mask: bool = False  # tiles are listed; what it masks within them is part of mask_mod
@@ -57,8 +60,8 @@ class Variant:
         facts = asdict(self)
         window = [side for side in ("left", "right") if facts.pop(f"has_{side}")]
         head = f"backward {facts.pop('arch')} {facts.pop('dtype')} {facts.pop('head_dim')}/{facts.pop('head_dim_v')}"
-        group = facts.pop("group")
-        more = [f"group {group}"] if group > 1 else []
+        counts = {name: facts.pop(name) for name in ("group", "cluster")}
+        more = [f"{name} {count}" for name, count in counts.items() if count > 1]
         more += [f"window {' and '.join(window)}"] if window else []
         more += [f"sink {facts.pop('sink')}"] if facts["sink"] else []
         more += [f"{kind} {facts.pop(kind)}" for kind in ("score_mod", "mask_mod") if facts[kind]]
@@ -69,7 +72,12 @@ class Variant:
 
 
 def variant_of(
-    problem: Problem, arch: str, dlse: bool, sink: torch.dtype | None, dcaptured: tuple[bool, ...] = ()
+    problem: Problem,
+    arch: str,
+    dlse: bool,
+    sink: torch.dtype | None,
+    cluster: int = 1,
+    dcaptured: tuple[bool, ...] = (),
 ) -> Variant:
     """The variant that serves a call on `arch`; `sink`: the type of the sinks, if there are any; `dcaptured`: see
     Needs."""
@@ -90,8 +98,10 @@ def variant_of(
         softcap=problem.options.softcap > 0,
         dropout=problem.options.dropout_p > 0,
         deterministic=problem.options.deterministic,
+        negative_scale=problem.scale < 0,
         dlse=dlse,
         sink="" if sink is None else _name(sink),
+        cluster=cluster,
         score_mod=mod_key(problem.options.score_mod),
         mask_mod=mod_key(mask_of(problem.options)),
         block_mask=problem.options.block_mask is not None,

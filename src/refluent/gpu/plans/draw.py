@@ -9,10 +9,12 @@ MATRICES = {"s": "S", "dv": "dV", "dp": "dP", "dq": "dQ", "dk": "dK"}
 BUFFERS = {"q": "Q", "k": "K", "v": "V", "do": "dO", "ds": "dS", "dq": "dQ", "p": "P", "lse": "LSE", "dpsum": "dPsum"}
 
 
-def draw(plan: BackwardPlan, head_dim: int, head_dim_v: int, last_key_block_first: bool) -> str:
-    """The plan that serves these head dimensions (elements, as the user gave them)."""
+def draw(plan: BackwardPlan, head_dim: int, head_dim_v: int, has_left: bool, has_right: bool) -> str:
+    """The plan that serves these head dimensions (elements, as the user gave them); closed sides of the window."""
     padded = "" if (head_dim, head_dim_v) == (plan.head_dim, plan.head_dim_v) else _padding(plan)
-    order = "the last first: it has the fewest query blocks" if last_key_block_first else "the first first"
+    order = f"the last first: it has the {'fewest' if has_right else 'most'} query blocks"
+    if not has_left and not has_right:
+        order = "the first first"
     lines = [
         f"backward on sm100, head dimensions {head_dim} (q, k) and {head_dim_v} (v){padded}",
         "",

@@ -137,6 +137,11 @@ class BackwardPlan:
         return self.dv.chunks(self.group_columns)
 
     @property
+    def query_bytes(self) -> int:
+        """Bytes of a row of Q, dO and dQ's workspace."""
+        return 2 * (self.head_dim + self.head_dim_v) + 4 * self.head_dim
+
+    @property
     def score_stages(self) -> int:
         """Buffers of tile_m x tile_n 16-bit elements: dS, and P where it is an operand in shared memory."""
         return 2 if self.transposed_kv else 1

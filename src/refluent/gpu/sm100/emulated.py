@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -11,6 +11,9 @@ from refluent import tiled
 from refluent.errors import UnsupportedError
 from refluent.gpu.sm100.support import missing_packages, unsupported
 from refluent.problem import Gradients, Inputs, Needs, Problem
+
+if TYPE_CHECKING:
+    from refluent.emulator.context import Gpu
 
 ARCH = "sm_100a"
 
@@ -45,6 +48,13 @@ def backward(
         return launch.backward(problem, inputs, o, lse, do, dlse, needs)
 
 
+def gpu(**options: Any) -> Gpu:
+    """The emulated chip as a context manager: this backend's calls inside run there. Options as for emulator.gpu."""
+    from refluent import emulator
+
+    return emulator.gpu(ARCH, **options)
+
+
 def _session() -> Any:
     if missing() is not None:
         return None
@@ -54,11 +64,9 @@ def _session() -> Any:
 
 
 def _context() -> contextlib.AbstractContextManager[Any]:
-    from refluent import emulator
-
     session = _session()
     if session is None:
-        return emulator.gpu(ARCH)
+        return gpu()
     if session.arch != ARCH:
         raise UnsupportedError(
             f"backend 'emulate:sm100': the open emulator.gpu(...) is {session.arch}; open one of {ARCH!r}, or none"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import cutlass
@@ -30,8 +31,20 @@ class Static:
     softcap: bool = False
     dropout: bool = False
     deterministic: bool = False
+    cluster: int = 1
+    negative_scale: bool = False
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
+
+    @property
+    def hidden(self) -> float:
+        """The raw score that has no weight."""
+        return math.inf if self.negative_scale else -math.inf
+
+    @property
+    def shaped(self) -> bool:
+        """Whether weights are made of something else than raw scores."""
+        return self.softcap or self.score_mod is not None
 
     @property
     def keeps_score(self) -> bool:
@@ -83,6 +96,7 @@ class Targets:
 class Scores:
     """Run-time numbers of the score function: s = scale q k, softcap tanh; dropout's key and threshold."""
 
+    factor: cutlass.Float32  # log2(e) scale, never 0
     softcap: cutlass.Float32
     philox: cute.Tensor | None  # int64 (2,): seed, offset
     keep_from: cutlass.Uint32  # an element is kept iff its word is at least this

@@ -10,7 +10,7 @@ from refluent.gpu.device.semaphore import release_turn, wait_turn
 from refluent.gpu.device.work import Tile
 from refluent.gpu.plans.sm100 import GROUP_STAGING_BYTES, LANES, Accumulator
 from refluent.gpu.sm100.backward.chunks import load_chunk, stage_chunk
-from refluent.gpu.sm100.backward.context import GROUP_BARRIER, Context
+from refluent.gpu.sm100.backward.context import COMPUTE_BARRIER, GROUP_BARRIER, Context
 
 COLUMNS = 16  # a thread moves at a time
 GROUP_THREADS = 128
@@ -25,7 +25,7 @@ def store_grads(ctx: Context, tile: Tile, group: cutlass.Int32, thread: cutlass.
         store(ctx, tile, group, thread, targets.dv, plan.dv, cutlass.Float32(1.0))
         store(ctx, tile, group, thread, targets.dk, plan.dk, ctx.call.scale)
     else:
-        if tile.steps > 0:
+        if tile.seen:
             add_rows(ctx, tile, group, thread)
 
 
@@ -48,7 +48,7 @@ def store_rows(
     half = acc.columns // 2
     for c in cutlass.range_constexpr(0, half, COLUMNS):
         values.fill(0.0)
-        if tile.steps > 0:
+        if tile.seen:
             load_columns(ctx.tmem, acc.column + group * half + c, COLUMNS, row, values.iterator)
             cute.arch.fence_view_async_tmem_load()
         for j in cutlass.range_constexpr(COLUMNS):
@@ -77,7 +77,7 @@ def store_turned(
     for part in cutlass.range(acc.rows * half // (LANES * COLUMNS)):  # of all blocks, which lie side by side
         block, column = part // (half // COLUMNS), group * half + part % (half // COLUMNS) * COLUMNS
         values.fill(0.0)
-        if tile.steps > 0:
+        if tile.seen:
             load_columns(ctx.tmem, acc.column + block * acc.columns + column, COLUMNS, thread, values.iterator)
             cute.arch.fence_view_async_tmem_load()
         key, place = tile.n_block * ctx.plan.tile_n + column, block * LANES + thread
@@ -108,8 +108,10 @@ def add_rows(ctx: Context, tile: Tile, group: cutlass.Int32, thread: cutlass.Int
     buffer = staged + group * (GROUP_STAGING_BYTES // 4)
     add_columns(ctx, group, thread, buffer, targets.dv_accum[tile.kv_head, block, None, None, None, None], plan.dv)
     add_columns(ctx, group, thread, buffer, targets.dk_accum[tile.kv_head, block, None, None, None, None], plan.dk)
-    if thread == 0:  # before the next tile's scores go into the buffer, behind the compute barrier
+    if thread == 0:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+    # Both warpgroups' buffers have been read: the next tile's scores may go over them.
+    cute.arch.barrier(barrier_id=COMPUTE_BARRIER, number_of_threads=2 * GROUP_THREADS)
     if cutlass.const_expr(ctx.static.deterministic):
         if thread == 0:
             cute.arch.cp_async_bulk_wait_group(0)

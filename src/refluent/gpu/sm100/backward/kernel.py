@@ -16,10 +16,10 @@ from refluent.gpu.device.blocks import Blocks
 from refluent.gpu.device.copies import sequence_view
 from refluent.gpu.device.seqlen import Side
 from refluent.gpu.device.visible import Window
-from refluent.gpu.device.work import Call
+from refluent.gpu.device.work import Call, Order, heads_of_bundle
 from refluent.gpu.plans.sm100 import REGISTERS, THREADS
 from refluent.gpu.sm100.backward import context
-from refluent.gpu.sm100.backward.compute import compute
+from refluent.gpu.sm100.backward.compute import LOG2E, compute
 from refluent.gpu.sm100.backward.context import Context, Scores, Sources, Static, Targets, tuple_of
 from refluent.gpu.sm100.backward.load import load
 from refluent.gpu.sm100.backward.mma import mma
@@ -33,7 +33,6 @@ class Backward:
     """A variant: everything that is known when the kernel is compiled.
 
     group: query heads a key head. has_left, has_right: which sides of the window are closed (causal closes the right).
-    persistent: CTAs walk tiles with a stride instead of taking one each.
     """
 
     static: Static
@@ -73,29 +72,35 @@ class Backward:
         stream,
     ):
         """q (b, s, h, d) or packed (t, h, d), k, v, do likewise; workspaces as Sources and Targets say. `ctas`: CTAs of
-        the grid at most, each walks tiles with that stride; 0 means one for every tile. captured, mask_captured and
-        sums: as Scores says."""
-        plan, dtype = self.static.plan, self.static.dtype
+        the grid at most (whole clusters, one at least), each walks tiles with that stride; 0: one for every tile.
+        captured, mask_captured and sums: as Scores says."""
+        plan, dtype, cluster = self.static.plan, self.static.dtype, self.static.cluster
         packed_q, packed_k = cu_seqlens_q is not None, cu_seqlens_k is not None
         queries = Side(cu_seqlens_q, seqused_q, seqlen_q, q.shape[0] if packed_q else seqlen_q)
         keys = Side(cu_seqlens_k, seqused_k, seqlen_k, k.shape[0] if packed_k else seqlen_k)
         heads = q.shape[1 if packed_q else 2]
         window = Window(left, right, self.has_left, self.has_right)
-        call = Call(queries, keys, window, heads, batch, scale, self.group, plan.tile_m, plan.tile_n, blocks)
+        bundle = heads_of_bundle(heads, seqlen_q, plan.query_bytes)
+        order = Order.make(keys, batch, heads, plan.tile_n * cluster, bundle)
+        sizes = self.group, plan.tile_m, plan.tile_n, cluster
+        call = Call(queries, keys, window, heads, batch, scale, *sizes, order, blocks)
         products = Products.make(dtype, plan)
         layouts = Layouts.make(products, dtype, plan)
         q_view = sequence_view(q, seqlen_q, queries.ragged, packed_q)
         do_view = sequence_view(do, seqlen_q, queries.ragged, packed_q)
         k_view = sequence_view(k, seqlen_k, keys.ragged, packed_k)
         v_view = sequence_view(v, seqlen_k, keys.ragged, packed_k)
-        sources = make_sources(q_view, k_view, v_view, do_view, lse_log2, dpsum, products, layouts, plan)
+        sources = make_sources(q_view, k_view, v_view, do_view, lse_log2, dpsum, products, layouts, self.static)
+        factor = scale * LOG2E
+        if scale == 0.0:  # 0 times infinity is NaN; dq and dk are multiplied by the true one
+            factor = cutlass.Float32(1e-30)
         read = tuple_of(captured), tuple_of(mask_captured), tuple_of(sums)
-        scores = Scores(softcap, philox, keep_from, keep_scale, *read)
+        scores = Scores(factor, softcap, philox, keep_from, keep_scale, *read)
         grid = call.tiles()
         if ctas > 0:
-            grid = cutlass.min(grid, ctas)
+            grid = cutlass.min(grid, cutlass.max(ctas // cluster, 1) * cluster)
         self.kernel(call, scores, sources, targets).launch(
-            grid=[grid, 1, 1], block=[THREADS, 1, 1], cluster=[1, 1, 1], stream=stream, min_blocks_per_mp=1
+            grid=[grid, 1, 1], block=[THREADS, 1, 1], cluster=[cluster, 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
@@ -119,9 +124,13 @@ class Backward:
             cute.arch.alloc_tmem(plan.tmem_columns, address)
             cute.arch.relinquish_tmem_alloc_permit()
         if cute.arch.thread_idx()[0] == 0:
-            init_barriers(barriers, plan)
+            init_barriers(barriers, self.static.cluster)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        if cutlass.const_expr(self.static.cluster > 1):  # the others' barriers are there too
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
         tmem = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, address)
         accumulators = make_accumulators(tmem, dtype, plan, products)
         ctx = Context(self.static, call, scores, sources, targets, products, shared, barriers, accumulators, tmem)
@@ -151,18 +160,21 @@ def set_registers(count: cutlass.Constexpr):
         cute.arch.setmaxregister_increase(count)
 
 
-def make_sources(q, k, v, do, lse_log2, dpsum, products: Products, layouts: Layouts, plan) -> Sources:
-    """TMA atoms for the operands' boxes."""
+def make_sources(q, k, v, do, lse_log2, dpsum, products: Products, layouts: Layouts, static: Static) -> Sources:
+    """TMA atoms for the operands' boxes; those of Q and dO bring a CTA's share to its whole cluster."""
+    plan = static.plan
     m, n, d, dv = plan.tile_m, plan.tile_n, plan.head_dim, plan.head_dim_v
-    load_op = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
-    alone = (1, 1, 1, 1)
+    own_op = shared_op = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
+    if static.cluster > 1:
+        shared_op = cpasync.CopyBulkTensorTileG2SMulticastOp(tcgen05.CtaGroup.ONE)
+    cluster = (1, static.cluster, 1, 1)
 
     def stage(layout):
         return cute.select(layout, mode=[0, 1, 2])
 
     atom_a, atom_b = cute.nvgpu.make_tiled_tma_atom_A, cute.nvgpu.make_tiled_tma_atom_B
-    q_atom, q = atom_b(load_op, q, stage(layouts.q), (n, m, d), products.s[0], alone)
-    k_atom, k = atom_a(load_op, k, stage(layouts.k), (n, m, d), products.s[0], alone)
-    v_atom, v = atom_a(load_op, v, stage(layouts.v), (n, m, dv), products.dp[0], alone)
-    do_atom, do = atom_b(load_op, do, stage(layouts.do), (n, m, dv), products.dp[0], alone)
+    q_atom, q = atom_b(shared_op, q, stage(layouts.q), (n, m, d), products.s[0], cluster)
+    k_atom, k = atom_a(own_op, k, stage(layouts.k), (n, m, d), products.s[0], cluster)
+    v_atom, v = atom_a(own_op, v, stage(layouts.v), (n, m, dv), products.dp[0], cluster)
+    do_atom, do = atom_b(shared_op, do, stage(layouts.do), (n, m, dv), products.dp[0], cluster)
     return Sources(q_atom, q, k_atom, k, v_atom, v, do_atom, do, lse_log2, dpsum)

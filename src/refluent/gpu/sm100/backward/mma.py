@@ -87,12 +87,12 @@ def multiply_tile(ctx: Context, frags: Fragments, tile: Tile, step: cutlass.Int3
         bars.ds.wait_full(step)
         multiply(ctx.products.dk, ctx.accumulators.dk, frags.dk, bars.q.stage(step), i > 0)
         if following:
-            commit(bars.q.empty_at(step))
+            commit(bars.q.empty_at(step), ctx.static.cluster)
         if cutlass.const_expr(not ctx.plan.dq_over_dp):
             bars.dq.wait_empty(step)
         multiply(ctx.products.dq, ctx.accumulators.dq, frags.dq, 0, False)
         if not following:
-            commit(bars.q.empty_at(step))  # K shares Q's barrier, and dQ was its last reader
+            commit(bars.q.empty_at(step), ctx.static.cluster)  # K shares Q's barrier, and dQ was its last reader
         commit(bars.dq.full_at(step))
         if following:
             grad_weights(ctx, frags, step + 1)
@@ -128,4 +128,4 @@ def grad_values(ctx: Context, frags: Fragments, step: cutlass.Int32, accumulate)
     bars = ctx.barriers
     bars.s.wait_empty(step + 1)  # compute has read S and written P over it
     multiply(ctx.products.dv, ctx.accumulators.dv, frags.dv, bars.do.stage(step), accumulate)
-    commit(bars.do.empty_at(step))
+    commit(bars.do.empty_at(step), ctx.static.cluster)

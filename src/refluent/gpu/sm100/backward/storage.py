@@ -11,6 +11,9 @@ ds          compute, 8 warps -> MMA: dS is written           -
 dq          MMA commit -> reduce                             reduce, 4 warps: tensor memory is drained
 dkv         MMA commit -> compute, once a tile               compute, 8 warps: dV and dK are drained
 
+The CTAs of a cluster load a share of every Q and dO each, for all: a stage is full when all shares are there, and empty
+when the MMA roles of all CTAs have released it, each at everybody's barrier.
+
 dS needs no empty barrier: dP of a step is issued after dQ of the one before, and the tensor unit works in order. Nor
 does P in shared memory: S of a step is issued after dV of the one before.
 """
@@ -56,10 +59,16 @@ _TABLE = {
     "dq": (1, 1, REDUCE_WARPS),
     "dkv": (1, 1, COMPUTE_WARPS),
 }
+SHARED_RINGS = ("q", "do")  # that a cluster fills and releases together
 
 
 def _stages(plan: BackwardPlan, entry) -> int:
     return getattr(plan, entry) if isinstance(entry, str) else entry
+
+
+def _releases(name: str, cluster: int) -> int:
+    """Arrivals at a stage's empty barrier."""
+    return _TABLE[name][2] * (cluster if name in SHARED_RINGS else 1)
 
 
 def make_barriers(memory, plan: BackwardPlan) -> Barriers:
@@ -73,13 +82,13 @@ def make_barriers(memory, plan: BackwardPlan) -> Barriers:
 
 
 @cute.jit
-def init_barriers(barriers: Barriers, plan: cutlass.Constexpr):
+def init_barriers(barriers: Barriers, cluster: cutlass.Constexpr):
     """By one thread, before anybody waits."""
     for name in cutlass.const_expr(tuple(_TABLE)):
         ring = getattr(barriers, name)
         for stage in range(ring.stages):
             cute.arch.mbarrier_init(ring.full + stage, _TABLE[name][1])
-            cute.arch.mbarrier_init(ring.empty + stage, _TABLE[name][2])
+            cute.arch.mbarrier_init(ring.empty + stage, _releases(name, cluster))
 
 
 # Stages of the buffer of scores: P is there only where a plan's products take it from shared memory.
@@ -170,9 +179,12 @@ def make_accumulators(tmem: cute.Pointer, dtype, plan: BackwardPlan, products: P
         )
 
     def operand(product: Product, column):
+        """P or dS: the queries of a compute warpgroup over the first half of its columns of S or dP."""
         if plan.transposed_kv:
             return None
-        layout = product[0].make_fragment_A(product[0].partition_shape_A((plan.tile_n, plan.tile_m))).layout
+        half = product[0].make_fragment_A(product[0].partition_shape_A((plan.tile_n, plan.tile_m // 2))).layout
+        shape, stride = (*half.shape[:2], (half.shape[2], 2)), (*half.stride[:2], (half.stride[2], plan.tile_m))
+        layout = cute.make_layout(shape, stride=stride)
         return cute.make_tensor(cute.recast_ptr(tmem + column, dtype=dtype), layout)
 
     return Accumulators(
