@@ -32,29 +32,22 @@ class Backend(Protocol):
 
 MODULES = {
     "sm100": "refluent.gpu.sm100.backend",
+    "sm90": "refluent.gpu.sm90.backend",
     "torch": "refluent.tiled",
     "emulate:sm100": "refluent.gpu.sm100.emulated",
+    "emulate:sm90": "refluent.gpu.sm90.emulated",
 }
 """The backends that are there, best first; emulated ones have to be asked for."""
-
-MISSING = {
-    name: f"{what} are not part of this version; backend='torch' computes the same on any device"
-    for name, what in {
-        "sm90": "kernels for Hopper GPUs",
-        "emulate:sm90": "emulated kernels for Hopper GPUs",
-    }.items()
-}
-"""Known names that no machine can use, with the reason."""
 
 
 def names() -> tuple[str, ...]:
     """Every known backend's name, whether it can be used or not."""
-    return (*MODULES, *MISSING)
+    return tuple(MODULES)
 
 
 def missing(name: str) -> str | None:
     """Why a known backend cannot be used on this machine at all; None if it can."""
-    return MISSING[name] if name in MISSING else load(name).missing()
+    return load(name).missing()
 
 
 def check_name(name: object) -> str:
@@ -63,8 +56,6 @@ def check_name(name: object) -> str:
         return ""
     if not isinstance(name, str):
         raise TypeError(f"backend: got {type(name).__name__}; allowed: None or one of {', '.join(names())}")
-    if name in MISSING:
-        raise UnsupportedError(f"backend {name!r}: {MISSING[name]}")
     if name not in MODULES:
         raise ValueError(f"backend: got {name!r}; allowed: None or one of {', '.join(names())}")
     return name

@@ -18,14 +18,15 @@ class Convert:
 
     The accumulator is (heads, blocks, padded head_dim / 4, tile, 4) float32, in whole blocks of each sequence
     (device/seqlen.py): element (row r, column c) of a block at [c // 4, r, c % 4]. Transposed it is (heads, blocks,
-    tile / 4, padded head_dim, 4), with the element at [r // 4, c, r % 4]. The columns of the output alone are written;
+    tile / 4, padded head_dim, 4), with the element at [r // 4, c, r % 4]. Exchanged, row r of an odd c // 4 stands at
+    r ^ 4. The columns of the output alone are written;
     of a padded sequence, rows from its length on are written as zeros; of a packed one they are left alone.
     """
 
-    def __init__(self, tile: int, head_dim: int, transposed: bool = False):
+    def __init__(self, tile: int, head_dim: int, transposed: bool = False, exchanged: bool = False):
         self.tile = tile
         self.columns = -(-head_dim // VECTOR)  # vectors a row, padded
-        self.transposed = transposed
+        self.transposed, self.exchanged = transposed, exchanged
         self.rows = QUAD if transposed else 1  # that a thread takes at a time
 
     @cute.jit
@@ -78,7 +79,8 @@ class Convert:
         else:
             for half in cutlass.range_constexpr(VECTOR // QUAD):
                 part = cute.local_tile(wide[0, None], (QUAD,), (half,))
-                cute.autovec_copy(source[vector * (VECTOR // QUAD) + half, row, None], part)
+                place = row ^ (half * QUAD) if self.exchanged else row
+                cute.autovec_copy(source[vector * (VECTOR // QUAD) + half, place, None], part)
         return wide
 
 

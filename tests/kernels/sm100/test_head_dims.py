@@ -8,17 +8,13 @@ import torch
 pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
 
 import refluent as rf
+from kernels.calls import call
 from poison import poisoned_memory
 from refluent import accuracy, emulator
 from refluent.gpu.plans.sm100 import PLANS, REGISTERS, SHARED_BYTES, TENSOR_COLUMNS, backward_plan
 
 pytestmark = pytest.mark.emulator
 BARRIERS = 1024  # bytes of shared memory that barriers and alignment may take beside the buffers
-
-
-def offsets(*lengths):
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-
 
 CASES = {  # head dimensions, (batch, seqlen_q, seqlen_k, heads, heads_kv), options
     "192/128": (192, 128, (1, 150, 300, 2, 2), {}),
@@ -34,31 +30,6 @@ CASES = {  # head dimensions, (batch, seqlen_q, seqlen_k, heads, heads_kv), opti
     "64/192 seqused": (64, 192, (3, 150, 140, 2, 2), {"seqused_q": (150, 0, 66), "seqused_k": (1, 30, 140)}),
     "248/136 packed, grouped": (248, 136, (None, 213, 209, 2, 1), {"q": (100, 0, 104), "k": (60, 10, 130)}),
 }
-
-
-def call(head_dim, head_dim_v, sizes, options):
-    """(q, k, v, do, options): rows that don't count are NaN."""
-    batch, seqlen_q, seqlen_k, heads, heads_kv = sizes
-    options = dict(options)
-    dtype = torch.float16 if "softcap" in options else torch.bfloat16
-    leading = () if batch is None else (batch,)
-    q, k = torch.randn(*leading, seqlen_q, heads, head_dim), torch.randn(*leading, seqlen_k, heads_kv, head_dim)
-    v, do = torch.randn(*leading, seqlen_k, heads_kv, head_dim_v), torch.randn(*leading, seqlen_q, heads, head_dim_v)
-    for name, tensors in (("q", (q, do)), ("k", (k, v))):
-        if f"seqused_{name}" in options:
-            used = options[f"seqused_{name}"]
-            options[f"seqused_{name}"] = torch.tensor(used, dtype=torch.int32)
-            for b, length in enumerate(used):
-                for tensor in tensors:
-                    tensor[b, length:] = float("nan")
-        if batch is None:
-            lengths = options.pop(name)
-            options |= {f"cu_seqlens_{name}": offsets(*lengths), f"max_seqlen_{name}": max(lengths)}
-            for tensor in tensors:
-                tensor[sum(lengths) :] = float("nan")
-    if "dropout_p" in options:
-        options |= {"dropout_seed": 11, "dropout_offset": 5}
-    return *(x.to(dtype) for x in (q, k, v, do)), options
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import cutlass
 import cutlass.cute as cute
+
+LOG2E = math.log2(math.e)
 
 
 def fma2(a, b, c):
@@ -17,6 +21,20 @@ def mul2(a, b):
 
 def sub2(a, b):
     return cute.arch.sub_packed_f32x2(a, b)
+
+
+def pack(pair, dtype):
+    """Two float32 numbers as 16-bit ones in a word, the first in the low half.
+
+    Written out, for a conversion that the compiler knows it takes apart where the halves are read again, and keeps each
+    in a register of its own.
+    """
+    kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+        write_only_types=[cutlass.Uint32],
+        read_only_args=[pair[1], pair[0]],
+    )
 
 
 def exp2(x):
@@ -37,3 +55,18 @@ def opaque(value):
     before."""
     kind = type(value)
     return cute.arch.inline_ptx(f"mov.b{kind.width} {{$w0}}, {{$r0}};", write_only_types=[kind], read_only_args=[value])
+
+
+@cute.jit
+def log2_factor(scale: cutlass.Float32) -> cutlass.Float32:
+    """What makes a raw score the exponent of 2, log2(e) scale; never 0, for 0 times infinity is NaN: dq and dk are
+    multiplied by the true scale."""
+    factor = scale * LOG2E
+    if scale == 0.0:
+        factor = cutlass.Float32(1e-30)
+    return factor
+
+
+def hidden_score(negative_scale: bool) -> float:
+    """The raw score that has no weight."""
+    return math.inf if negative_scale else -math.inf

@@ -31,8 +31,17 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @cute.jit
-def kept_queries(state: cute.Tensor, keep_from: cutlass.Uint32, stream, first_query, key, count: cutlass.Constexpr):
-    """Bit c of the result: whether the score of query first_query + c (even) and `key` is kept; count up to 64.
+def kept_queries(
+    state: cute.Tensor,
+    keep_from: cutlass.Uint32,
+    stream,
+    first_query,
+    key,
+    count: cutlass.Constexpr,
+    stride: cutlass.Constexpr = 2,
+):
+    """Bits 2 p and 2 p + 1 of the result: whether the scores of query first_query (even) + stride p, of the one behind
+    it, and `key` are kept; count up to 64.
 
     state: int64 (2,), seed and offset; stream: b * heads + h.
     """
@@ -42,7 +51,7 @@ def kept_queries(state: cute.Tensor, keep_from: cutlass.Uint32, stream, first_qu
     bits = cutlass.Uint64(0)
     for pair in cutlass.range(count // 2):
         w0, w1, w2, w3 = philox(
-            cutlass.Uint32(first_query // 2 + pair),
+            cutlass.Uint32(first_query // 2 + pair * (stride // 2)),
             cutlass.Uint32(key // 2),
             cutlass.Uint32(stream),
             cutlass.Uint32(offset),

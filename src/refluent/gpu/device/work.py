@@ -42,9 +42,11 @@ class Order:
 
 
 @cute.jit
-def heads_of_bundle(heads: cutlass.Int32, rows: cutlass.Int32, row_bytes: cutlass.Constexpr) -> cutlass.Int32:
+def heads_of_bundle(
+    heads: cutlass.Int32, rows: cutlass.Int32, row_bytes: cutlass.Constexpr, l2_bytes: cutlass.Constexpr = L2_BYTES
+) -> cutlass.Int32:
     """How many heads take turns; `rows` of a sequence, `row_bytes` of Q, dO and the accumulator of dQ in each."""
-    fit = L2_BYTES // row_bytes // cutlass.max(rows, 1)
+    fit = l2_bytes // row_bytes // cutlass.max(rows, 1)
     return cutlass.min(cutlass.max(fit, 1), heads)
 
 
@@ -132,9 +134,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Tile:
-    """Key block n_block of (batch, head), to walk query blocks [m_begin, m_end), those that see a key of its cluster, or
-    those places of its list of them.
+    """Key block n_block of (batch, head), to walk query blocks [m_begin, m_end), those that see a key of its cluster.
 
+    With a block mask those are places in the key block's list.
     [own_begin, own_end) see keys of the block itself: with the others its scores are masked and it adds nothing. A
     block behind the last one, which does not exist, has no keys and walks with the other of its cluster.
     """

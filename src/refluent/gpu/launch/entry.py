@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import cutlass
 import cutlass.cute as cute
@@ -17,9 +17,10 @@ from refluent.gpu.device.seqlen import Side, workspace_blocks
 from refluent.gpu.launch import fakes
 from refluent.gpu.launch.variant import Variant
 from refluent.gpu.launch.workspace import ALIGN, Extents, Sections, captured_starts, sections
-from refluent.gpu.plans.sm100 import EXACT, LIMBS, Accumulator
-from refluent.gpu.sm100.backward.context import Static, Targets, tuple_of
-from refluent.gpu.sm100.backward.kernel import Backward
+from refluent.gpu.plans.sm100 import EXACT, LIMBS
+from refluent.gpu.sm90.backward import kernel as sm90
+from refluent.gpu.sm100.backward import kernel as sm100
+from refluent.gpu.sm100.backward.context import Targets, tuple_of
 from refluent.mods.emit import MaskMod, ScoreMod
 from refluent.mods.mod import find_mod
 
@@ -31,27 +32,10 @@ class BackwardEntry:
         self.variant = variant
         self.plan = plan = variant.plan
         self.delta = Delta(plan.tile_m, plan.head_dim_v)
-        score = find_mod(variant.score_mod) if variant.score_mod else None
-        mask = find_mod(variant.mask_mod) if variant.mask_mod else None
-        self.main = Backward(
-            Static(
-                fakes.TYPES[variant.dtype],
-                plan,
-                variant.softcap,
-                variant.dropout,
-                variant.deterministic,
-                variant.cluster,
-                variant.negative_scale,
-                ScoreMod(score, variant.dcaptured, variant.softcap, arithmetic) if score else None,
-                MaskMod(mask, arithmetic) if mask else None,
-            ),
-            variant.group,
-            variant.has_left,
-            variant.has_right,
-        )
-        self.convert_dq = Convert(plan.tile_m, plan.head_dim, plan.transposed_q)
-        self.convert_dk = Convert(plan.tile_n, plan.head_dim, plan.transposed_kv)
-        self.convert_dv = Convert(plan.tile_n, plan.head_dim_v, plan.transposed_kv)
+        self.main = main_kernel(variant)
+        self.convert_dq = Convert(plan.tile_m, plan.head_dim, plan.transposed_q, plan.exchanged)
+        self.convert_dk = Convert(plan.tile_n, plan.head_dim, plan.transposed_kv, plan.exchanged)
+        self.convert_dv = Convert(plan.tile_n, plan.head_dim_v, plan.transposed_kv, plan.exchanged)
 
     @cute.jit
     def __call__(
@@ -105,6 +89,9 @@ class BackwardEntry:
         tensors = DeltaTensors(o, do, lse, dlse, sink, lse_log2, dpsum, views.clear(), views.dsink(), dsink)
         heads, m_blocks = cutlass.Int32(extents.heads), cutlass.Int32(extents.m_blocks)
         self.delta(tensors, queries, heads, batch, m_blocks, stream)
+        mods: Any = ()
+        if cutlass.const_expr(variant.arch != "sm_90a"):
+            mods = (captured, mask_captured, views.sums(tuple_of(captured)), blocks_of(blocks))
         self.main(
             q,
             k,
@@ -128,10 +115,7 @@ class BackwardEntry:
             keep_from,
             keep_scale,
             ctas,
-            captured,
-            mask_captured,
-            views.sums(tuple_of(captured)),
-            blocks_of(blocks),
+            *mods,
             stream,
         )
         self.convert_dq(views.dq(4), dq, queries, scale, batch, stream)
@@ -139,6 +123,26 @@ class BackwardEntry:
             self.convert_dk(views.dk(4), dk, keys, scale, batch, stream)
             self.convert_dv(views.dv(4), dv, keys, cutlass.Float32(1.0), batch, stream)
         views.collect(tuple_of(dcaptured), stream)
+
+
+def main_kernel(variant: Variant) -> Any:
+    """The kernel of the variant's architecture."""
+    dtype, plan = fakes.TYPES[variant.dtype], cast(Any, variant.plan)
+    modes = {name: getattr(variant, name) for name in ("softcap", "dropout", "deterministic", "negative_scale")}
+    sides = variant.group, variant.has_left, variant.has_right
+    if variant.arch == "sm_90a":
+        return sm90.Backward(sm90.Static(dtype, plan, **modes), *sides)
+    score = find_mod(variant.score_mod) if variant.score_mod else None
+    mask = find_mod(variant.mask_mod) if variant.mask_mod else None
+    static = sm100.Static(
+        dtype,
+        plan,
+        **modes,
+        cluster=variant.cluster,
+        score_mod=ScoreMod(score, variant.dcaptured, variant.softcap, arithmetic) if score else None,
+        mask_mod=MaskMod(mask, arithmetic) if mask else None,
+    )
+    return sm100.Backward(static, *sides)
 
 
 def side(tensor: cute.Tensor, cu_seqlens, seqused, seqlen) -> Side:
@@ -176,15 +180,13 @@ class Views:
         blocks = self.extents.m_blocks
         return self._tensor(self.at.dsink, (cutlass.Int32(self.extents.heads), cutlass.Int32(blocks)), (blocks, 1))
 
-    def _accumulator(self, start, heads, blocks, acc: Accumulator, width: int) -> cute.Tensor:
-        """(heads, blocks, chunks of `width` columns, width / 4, rows, 4), or without the fourth mode if width is 4."""
+    def _accumulator(self, start, heads, blocks, acc, width: int) -> cute.Tensor:
+        """(heads, blocks, and the modes of one block, as the plan's accumulator lays it out in chunks of `width`)."""
         size = acc.rows * acc.columns
         block = cute.assume(cutlass.Int64(size), divby=ALIGN)
-        shape = [cutlass.Int32(heads), cutlass.Int32(blocks), *acc.chunks(width)]
-        stride = [cute.assume(blocks * size, divby=ALIGN), block, acc.rows * width, acc.rows * 4, 4, 1]
-        if width == 4:
-            del shape[3], stride[3]
-        return self._tensor(start, tuple(shape), tuple(stride))
+        shape, stride = acc.layout(width)
+        outer = cutlass.Int32(heads), cutlass.Int32(blocks)
+        return self._tensor(start, (*outer, *shape), (cute.assume(blocks * size, divby=ALIGN), block, *stride))
 
     def dq(self, width: int) -> cute.Tensor:
         return self._accumulator(self.at.dq, self.extents.heads, self.extents.m_blocks, self.plan.dq, width)

@@ -9,7 +9,8 @@ from functools import cached_property
 import torch
 
 from refluent.gpu.launch.blocks import mask_of
-from refluent.gpu.plans.sm100 import EXACT, BackwardPlan, backward_plan
+from refluent.gpu.plans import BackwardPlan, backward_plan
+from refluent.gpu.plans.sm100 import EXACT
 from refluent.mods.emit import adds_once
 from refluent.mods.mod import find_mod
 from refluent.problem import Problem, mod_key
@@ -44,7 +45,7 @@ class Variant:
 
     @cached_property
     def plan(self) -> BackwardPlan:
-        return backward_plan(self.head_dim, self.head_dim_v)
+        return backward_plan(self.arch, self.head_dim, self.head_dim_v, not (self.softcap or self.dropout))
 
     @property
     def sums(self) -> tuple[int, ...]:
@@ -81,7 +82,7 @@ def variant_of(
 ) -> Variant:
     """The variant that serves a call on `arch`; `sink`: the type of the sinks, if there are any; `dcaptured`: see
     Needs."""
-    plan = backward_plan(problem.head_dim, problem.head_dim_v)
+    plan = backward_plan(arch, problem.head_dim, problem.head_dim_v)
     left, right = problem.options.window
     return Variant(
         arch=arch,

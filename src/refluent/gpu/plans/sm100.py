@@ -52,6 +52,11 @@ class Accumulator:
         """Its shape in chunks of `width` columns, as they are staged and added up in global memory."""
         return self.columns // width, width // 4, self.rows, 4
 
+    def layout(self, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(shape, strides) of a block of a workspace, as `chunks`; a width of 4 goes without the mode of 1."""
+        shape, stride = self.chunks(width), (self.rows * width, self.rows * 4, 4, 1)
+        return (shape, stride) if width != 4 else ((shape[0], *shape[2:]), (stride[0], *stride[2:]))
+
 
 @dataclass(frozen=True)
 class BackwardPlan:
@@ -76,6 +81,8 @@ class BackwardPlan:
     reduce_registers: int = 144
     compute_registers: int = 136
     other_registers: int = 96
+
+    exchanged = False  # rows in the workspaces, see Convert
 
     @property
     def s(self) -> Accumulator:

@@ -8,14 +8,13 @@ mask_mod come from mods.py.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 
 from refluent.gpu.device.copies import held, held_column, held_row, load_columns, store_columns
-from refluent.gpu.device.numerics import exp2, fma2, mul2, opaque, sub2, tanh
+from refluent.gpu.device.numerics import LOG2E, exp2, fma2, mul2, opaque, sub2, tanh
 from refluent.gpu.device.philox import kept_queries
 from refluent.gpu.device.pipeline import arrive
 from refluent.gpu.device.work import Tile
@@ -25,7 +24,6 @@ from refluent.gpu.sm100.backward.mods import Columns, add_totals, modified, scat
 from refluent.gpu.sm100.backward.storage import DS, P
 
 COLUMNS = 32  # of tensor memory that one load brings
-LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 
+from refluent.gpu.device.numerics import hidden_score
 from refluent.gpu.device.work import Call
 from refluent.gpu.plans.sm100 import BackwardPlan
 from refluent.gpu.sm100.backward.products import Products
@@ -39,7 +39,7 @@ class Static:
     @property
     def hidden(self) -> float:
         """The raw score that has no weight."""
-        return math.inf if self.negative_scale else -math.inf
+        return hidden_score(self.negative_scale)
 
     @property
     def shaped(self) -> bool:

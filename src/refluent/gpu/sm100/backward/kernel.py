@@ -14,12 +14,13 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from refluent.gpu.device.blocks import Blocks
 from refluent.gpu.device.copies import sequence_view
+from refluent.gpu.device.numerics import log2_factor
 from refluent.gpu.device.seqlen import Side
 from refluent.gpu.device.visible import Window
 from refluent.gpu.device.work import Call, Order, heads_of_bundle
 from refluent.gpu.plans.sm100 import REGISTERS, THREADS
 from refluent.gpu.sm100.backward import context
-from refluent.gpu.sm100.backward.compute import LOG2E, compute
+from refluent.gpu.sm100.backward.compute import compute
 from refluent.gpu.sm100.backward.context import Context, Scores, Sources, Static, Targets, tuple_of
 from refluent.gpu.sm100.backward.load import load
 from refluent.gpu.sm100.backward.mma import mma
@@ -91,11 +92,8 @@ class Backward:
         k_view = sequence_view(k, seqlen_k, keys.ragged, packed_k)
         v_view = sequence_view(v, seqlen_k, keys.ragged, packed_k)
         sources = make_sources(q_view, k_view, v_view, do_view, lse_log2, dpsum, products, layouts, self.static)
-        factor = scale * LOG2E
-        if scale == 0.0:  # 0 times infinity is NaN; dq and dk are multiplied by the true one
-            factor = cutlass.Float32(1e-30)
         read = tuple_of(captured), tuple_of(mask_captured), tuple_of(sums)
-        scores = Scores(factor, softcap, philox, keep_from, keep_scale, *read)
+        scores = Scores(log2_factor(scale), softcap, philox, keep_from, keep_scale, *read)
         grid = call.tiles()
         if ctas > 0:
             grid = cutlass.min(grid, cutlass.max(ctas // cluster, 1) * cluster)

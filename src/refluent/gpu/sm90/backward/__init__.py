@@ -1,0 +1,1 @@
+"""The Hopper backward: one file a warp role, kernel.py assembles them."""

@@ -1,0 +1,1 @@
+"""The Hopper kernels in the emulator."""
