@@ -77,7 +77,7 @@ CASES = {
     ),
     "head dimension 192": lambda: call(150, 300, d=192, dv=128, block_mask=mask(by_head, 2, 2, 150, 300, (80, 112))),
 }  # fmt: skip
-SAMPLE = {"documents", "of heads", "lists alone", "packed"}
+SAMPLE = {"of heads", "lists alone", "packed"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.full) for n in CASES])

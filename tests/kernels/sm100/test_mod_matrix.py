@@ -166,7 +166,7 @@ def name_of(number, row):
 
 def cases():
     return [
-        pytest.param(number, row, id=name_of(number, row), marks=() if number % 48 == 0 else pytest.mark.full)
+        pytest.param(number, row, id=name_of(number, row), marks=() if number % 64 == 0 else pytest.mark.full)
         for number, row in enumerate(rows())
     ]
 

@@ -40,6 +40,7 @@ LIMITS = {
     "documents": (11, 64),
     "sink window": (9, 0),
 }
+SAMPLE = {"additive bias, fixed", "relative bias, learned", "t5, learned", "softcap", "documents"}
 
 
 @cache
@@ -86,7 +87,7 @@ def built(made: Variant):
     return fatbin, artifact.ptx, spent
 
 
-@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.full) for n in LIMITS])
 def test_figures(name, cuobjdump, tmp_path):  # noqa: F811
     fatbin, ptx, seconds = built(variant(name))
     kernel, plain = main_kernel(ptx), main_kernel(built(PLAIN)[1])
