@@ -13,6 +13,7 @@ from refluent import accuracy, emulator
 
 pytestmark = pytest.mark.emulator
 NAME = "emulate:sm100"
+LABELS = torch.zeros(40, dtype=torch.uint64)
 
 
 def tensors(b, sq, sk, h, hkv, d, dv, dtype=torch.bfloat16):
@@ -78,6 +79,33 @@ def test_vectors_with_gaps():
     )  # fmt: skip
 
 
+def test_learned_and_fixed_tensors_of_a_score_function():
+    """By autograd: of two captured tensors the one that requires grad gets it; a mask, blocks and a 0-d tensor too."""
+    q, k, v = tensors(2, 150, 131, 4, 2, 64, 64)
+    slope, bias, gain = torch.randn(4, requires_grad=True), torch.randn(150, 131), torch.tensor(0.7, requires_grad=True)
+    block_mask = rf.create_block_mask(
+        lambda b, h, i, j: (i // 40 + j // 30) % 2 == 0, None, None, 150, 131, BLOCK_SIZE=32
+    )
+    options = {
+        "score_mod": lambda s, b, h, i, j: s * gain + 0.01 * slope[h] * (j - i) + bias[i, j],
+        "mask_mod": lambda b, h, i, j: j % 7 != 3,
+        "block_mask": block_mask,
+    }
+    do = torch.randn(2, 150, 4, 64, dtype=torch.bfloat16)
+    leaves, made = (q, k, v, slope, gain), {}
+    for backend in (NAME, "torch"):
+        made[backend] = torch.autograd.grad(rf.attention(q, k, v, backend=backend, **options), leaves, do)
+    for got, expected in zip(made[NAME], made["torch"]):
+        assert torch.linalg.vector_norm(got - expected) < 0.01 * torch.linalg.vector_norm(expected)
+
+
+def test_captured_gradients_of_nothing():
+    q, k, v = tensors(2, 0, 5, 2, 2, 64, 64)
+    slope = torch.randn(2, requires_grad=True)
+    rf.attention(q, k, v, backend=NAME, score_mod=lambda s, b, h, i, j: s + slope[h]).sum().backward()
+    assert torch.equal(slope.grad, torch.zeros(2))
+
+
 @pytest.mark.parametrize(("sq", "sk"), [(0, 5), (5, 0), (0, 0)])
 def test_nothing_to_attend_to(sq, sk):
     q, k, v = tensors(2, sq, sk, 2, 2, 64, 64)
@@ -110,17 +138,36 @@ def test_the_device_backend_inside_the_emulator():
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({"score_mod": lambda s, b, h, i, j: s * 2}, "do not take a score_mod yet; backend='torch' does"),
-        ({"mask_mod": lambda b, h, i, j: i > j}, "do not take a mask_mod yet; backend='torch' does"),
         (
-            {"block_mask": rf.create_block_mask(lambda b, h, i, j: i > j, None, None, 40, 40)},
-            "do not take a block_mask yet; backend='torch' does",
+            {"block_mask": rf.create_block_mask(lambda b, h, i, j: i**9 > j, None, None, 40, 40)},
+            "its kernels cannot compute pow of whole numbers beyond 8 of mask_mod 'lambda'; what they can is",
+        ),
+        (
+            {"score_mod": lambda s, b, h, i, j: s.sin() + torch.erf(s)},
+            "its kernels cannot compute cos, erf, sin of score_mod 'lambda'; what they can is abs, .* where; backend",
+        ),
+        (
+            {"mask_mod": lambda b, h, i, j: i**9 > j},
+            "its kernels cannot compute pow of whole numbers beyond 8 of mask_mod 'lambda'; what they can is",
+        ),
+        (
+            {"score_mod": lambda s, b, h, i, j: s + LABELS[i].to(torch.int64)},
+            "score_mod 'lambda' reads LABELS of type torch.uint64; its kernels read float32, float64, .* bool",
         ),
     ],
 )
 def test_what_is_not_there_yet(more, text):
-    with pytest.raises(rf.UnsupportedError, match=f"backend '{NAME}': its kernels {text}"):
+    with pytest.raises(rf.UnsupportedError, match=f"backend '{NAME}': {text}"):
         rf.attention(*tensors(1, 40, 40, 1, 1, 64, 64), backend=NAME, **more)
+
+
+def test_an_empty_captured_tensor():
+    q, k, v = tensors(1, 40, 40, 1, 1, 64, 64)
+    nothing = torch.zeros(0)
+    with pytest.raises(ValueError, match=r"reads nothing, of shape \(0,\), which holds nothing"):
+        rf.attention_backward(
+            q, q, k, v, q, torch.zeros(1, 1, 40), score_mod=lambda s, b, h, i, j: s + nothing[j], backend=NAME
+        )
 
 
 def test_what_it_does_not_take():

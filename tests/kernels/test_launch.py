@@ -54,6 +54,39 @@ def test_values_are_not_compiled_in():
     assert variant(causal=True) == variant(window=(None, 9))
 
 
+def test_values_and_sizes_of_captured_tensors_are_not_compiled_in():
+    def made(slope, dcaptured=(True,)):
+        mod = rf.score_mod(lambda s, b, h, i, j: s + slope[h] * (j - i)).mod
+        return variant_of(problem(score_mod=mod), "sm_100a", dlse=False, sink=None, dcaptured=dcaptured)
+
+    plain = made(torch.ones(4))
+    assert made(torch.zeros(4)) == made(torch.ones(9)[::2]) == plain
+    others = [made(torch.ones(4).double()), made(torch.ones(4).half()), made(torch.ones(4), (False,))]
+    table = torch.ones(2, 4)
+    rank = rf.score_mod(lambda s, b, h, i, j: s + table[b, h]).mod
+    other = variant_of(problem(score_mod=rank), "sm_100a", dlse=False, sink=None)
+    masks = [variant(mask_mod=rf.mask_mod(fn).mod) for fn in (lambda b, h, i, j: i > j, lambda b, h, i, j: i > j + 1)]
+    assert len({plain, *others, other, *masks}) == 7
+    assert "gradients of captured 0" in plain.name
+
+
+def test_accumulators_of_captured_gradients():
+    bias, slope = torch.zeros(2, 4, 9, 9), torch.zeros(4)
+    mod = rf.score_mod(lambda s, b, h, i, j: s + bias[b, h, i, j] * slope[h]).mod
+    for deterministic, sums in ((False, (1, 1)), (True, (1, 20))):
+        made = variant_of(
+            problem(score_mod=mod, deterministic=deterministic),
+            "sm_100a",
+            dlse=False,
+            sink=None,
+            dcaptured=(True, True),
+        )
+        assert made.sums == sums
+        at = sections(made, Extents(4, 2, 2, 2, (648, 4)))
+        assert at.cleared - at.dcaptured == 656 + (80 if deterministic else 16)
+        assert at.dcaptured >= at.dkv_turn
+
+
 def test_static_facts_tell_variants_apart():
     facts = [
         {"dtype": torch.float16},
@@ -199,6 +232,11 @@ def test_a_device_function_is_compiled_and_loaded_without_a_device(tmp_path, mon
         (entry,) = cache.active().entries()
         assert entry.name == "backward sm_103a float16 32/32"
         assert b"sm_103a" in cache.active().path(entry.key).read_bytes()
+        slope, labels = torch.ones(4), torch.zeros(9)
+        score = rf.score_mod(lambda s, b, h, i, j: s + slope[h] * (j - i)).mod.key
+        mask = rf.mask_mod(lambda b, h, i, j: labels[i] == labels[j]).mod.key
+        more = {"score_mod": score, "mask_mod": mask, "dcaptured": (True,), "block_mask": True, "deterministic": True}
+        compiled.compiled_backward(dataclasses.replace(made, **more))
     finally:
         cache.use(before)
 

@@ -26,7 +26,7 @@ from tiled.calls import bind
         ({"score_mod": lambda s, b, h, i, j: s + j}, False),
         ({"return_max_score": True}, False),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) or "plain" if isinstance(value, dict) else str(value),
 )
 def test_what_is_theirs(options: dict[str, Any], theirs: bool) -> None:
     x = torch.randn(1, 9, 2, 16, dtype=torch.bfloat16)

@@ -160,7 +160,8 @@ def _install_constructors(patches: Patches) -> None:
         if device is not None and torch.device(device).type == "cpu":
             kwargs["copy"] = True  # it answers as a tensor on cuda:0: what comes back is another one
         kwargs.pop("non_blocking", None)
-        return real_to(self, _CPU if device is None else _as_cpu(device), *args, **kwargs)
+        here = torch.device("meta") if self.is_meta else _CPU
+        return real_to(self, here if device is None else _as_cpu(device), *args, **kwargs)
 
     patches.set(torch.Tensor, "to", to)
     patches.set(torch.Tensor, "cpu", lambda self, *args, **kwargs: to(self, "cpu"))

@@ -189,7 +189,8 @@ def use(cache: Cache | None) -> Cache | None:
 def sources_changed() -> bool:
     """Whether a source has been edited since this process began to import them: its code may be neither old nor new."""
     now = time.time()
-    return any(gpu.IMPORTED < path.stat().st_mtime <= now for path in Path(__file__).parent.rglob("*.py"))
+    folders = (Path(__file__).parent, Path(__file__).parents[1] / "mods")
+    return any(gpu.IMPORTED < path.stat().st_mtime <= now for folder in folders for path in folder.rglob("*.py"))
 
 
 def key_of(facts: dict[str, object]) -> str:
@@ -203,7 +204,10 @@ def _made_by() -> list[str]:
     """The sources of the kernels and of their host code, the compiler, and the processor that the host code is for."""
     from importlib.metadata import version
 
-    return [_sources(Path(__file__).parent), version("nvidia-cutlass-dsl"), version("apache-tvm-ffi"), _processor()]
+    gpu_sources, mods_sources = (_sources(Path(__file__).parents[1] / name) for name in ("gpu", "mods"))
+    # torch derives the gradients of mods
+    tools = [version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi", "torch")]
+    return [gpu_sources, mods_sources, *tools, _processor()]
 
 
 def _sources(folder: Path) -> str:

@@ -8,6 +8,7 @@ from importlib import metadata
 
 import torch
 
+from refluent.mods.emit import refusal
 from refluent.problem import Problem
 
 DSL, DSL_VERSION = "nvidia-cutlass-dsl", "4.8.1"
@@ -15,21 +16,31 @@ DSL, DSL_VERSION = "nvidia-cutlass-dsl", "4.8.1"
 
 @dataclass(frozen=True)
 class Architecture:
-    """A family of GPUs. `name` is its backend's, `target` what the emulator compiles for."""
+    """A family of GPUs. `name` is its backend's, `target` what the emulator compiles for.
+
+    mods: whether its kernels take score_mod, mask_mod and block_mask.
+    """
 
     name: str
     target: str
     family: str
     capabilities: tuple[tuple[int, int], ...]
+    mods: bool
 
     def unsupported(self, problem: Problem) -> str | None:
         """Why the kernels cannot serve the problem, wherever they run; None if they can."""
         options = problem.options
         if problem.dtype not in (torch.bfloat16, torch.float16):
             return f"its kernels take bfloat16 and float16, got {problem.dtype}; backend='torch' takes it"
-        for name in ("score_mod", "mask_mod", "block_mask"):
-            if getattr(options, name) is not None:
-                return f"its kernels do not take a {name} yet; backend='torch' does"
+        if not self.mods:
+            for name in ("score_mod", "mask_mod", "block_mask"):
+                if getattr(options, name) is not None:
+                    return f"its kernels do not take a {name} yet; backend='torch' does"
+        own = None if options.block_mask is None else options.block_mask.mask_mod
+        for mod in (options.score_mod, options.mask_mod, own):
+            reason = None if mod is None else refusal(mod)
+            if reason is not None:
+                return f"{reason}; backend='torch' takes it"
         return None
 
     def unsupported_device(self, device: torch.device) -> str | None:
@@ -64,8 +75,8 @@ class Architecture:
         return f"backend='emulate:{self.name}' runs its kernels on the CPU"
 
 
-HOPPER = Architecture("sm90", "sm_90a", "Hopper", ((9, 0),))
-BLACKWELL = Architecture("sm100", "sm_100a", "Blackwell", ((10, 0), (10, 3)))
+HOPPER = Architecture("sm90", "sm_90a", "Hopper", ((9, 0),), mods=False)
+BLACKWELL = Architecture("sm100", "sm_100a", "Blackwell", ((10, 0), (10, 3)), mods=True)
 
 
 def missing_packages(emulated: bool) -> str | None:

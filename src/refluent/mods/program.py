@@ -273,10 +273,10 @@ def compile_backward(
     """
     dscore, per_read = output_of(graph)
     kept = tuple(
-        item if needs and needs[reader.captured] and item is not None and not _is_zero(item[0]) else None
+        item if needs and needs[reader.captured] and item is not None and not is_zero(item[0]) else None
         for item, reader in zip(per_read, forward)
     )
-    graph = _with_output(graph, (dscore, kept))
+    graph = with_output(graph, (dscore, kept))
     dscore, per_read = output_of(graph)
     writer = _Writer(graph, names, label, box)
     last = [(item, reader) for item, reader in zip(per_read, forward) if item is not None]
@@ -292,14 +292,15 @@ def compile_backward(
         index = "".join(f"{writer.names[a] if along and a in writer.along else writer.text(a)}, " for a in item[1:])
         bound = writer.bind(reader, "read")
         writer.lines.append(f"{bound}.add(out[{reader.captured}], {text}, ({index}), tile)")
-    if dscore is None or _is_zero(dscore):
+    if dscore is None or is_zero(dscore):
         writer.lines.append("return torch.zeros_like(g)")
     else:
         writer.lines.append(f"return {_zeroed(writer, dscore)}")
     return writer.build("score, b, h, i, j, captured, g, out, tile")
 
 
-def _with_output(graph: fx.Graph, output: Any) -> fx.Graph:
+def with_output(graph: fx.Graph, output: Any) -> fx.Graph:
+    """The part of a graph that other outputs need: nodes, python numbers and None in tuples."""
     copy = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -326,7 +327,8 @@ def _reduced(
     return f"diagonals({whole}, {reader.reduced})" if along else whole
 
 
-def _is_zero(node: object) -> bool:
+def is_zero(node: object) -> bool:
+    """Whether a node is the constant 0."""
     return isinstance(node, fx.Node) and node.target is constant and bool(node.args[0] == 0)
 
 
@@ -351,7 +353,7 @@ def is_clean(node: fx.Node) -> bool:
     """Whether a node of a gradient graph is surely 0 wherever g is 0, whatever the scores and captured values are."""
     if node.name == "g":
         return True
-    if _is_zero(node):
+    if is_zero(node):
         return True
     args = node.args
     if node.target in (aten.neg.default, aten._to_copy.default):

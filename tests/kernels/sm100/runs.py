@@ -55,7 +55,7 @@ class Run:
 
     def check(self, made) -> list[accuracy.Errors]:
         """By the accuracy rule, exact zeros included."""
-        return self.expected.check_backward(made.dq, made.dk, made.dv, dsink=made.dsink)
+        return self.expected.check_backward(made.dq, made.dk, made.dv, dsink=made.dsink, dcaptured=made.dcaptured)
 
 
 def prepare(config: Config) -> Run:

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
 
+import refluent as rf
 from kernels.layout import Rows
 from kernels.sm100.runs import ARCH, Run
 from refluent import emulator
@@ -60,6 +61,26 @@ def test_gradients(name):
     run = CASES[name]()
     for schedule, seed in (("fair", 0), ("random", 1), ("random", 2)):
         run.check(run(schedule, seed))
+
+
+def test_mods():
+    """Each CTA of the pair has keys of its own, and query blocks that the other alone sees add nothing."""
+    torch.manual_seed(3)
+    bias, key = (torch.randn(shape).requires_grad_() for shape in ((2, 41), (2, 400)))
+
+    def score(s, b, h, i, j):
+        return s * (1 + 0.1 * torch.tanh(key[h, j])) + bias[h, (i - j).clamp(-20, 20) + 20]
+
+    mods = {"score_mod": score, "mask_mod": lambda b, h, i, j: j % 7 < 5}
+    run = call((270,), (300,), 2, 2, 32, 32, ctas=2, causal=True, **mods)
+    for schedule, seed in (("fair", 0), ("random", 1)):
+        run.check(run(schedule, seed))
+
+
+def test_no_block_mask():
+    mask = rf.create_block_mask(lambda b, h, i, j: i >= j, None, None, 130, 260)
+    with pytest.raises(rf.UnsupportedError, match="pass cluster=1"):
+        call((130,), (260,), block_mask=mask)()
 
 
 def test_a_grid_has_whole_clusters():

@@ -63,8 +63,9 @@ FAULTS = [
     Fault(
         "P announced before it is stored",
         COMPUTE,
-        "    for c in cutlass.range_constexpr(0, share.columns, share.part):",
-        "    arrive(bars.s.empty_at(step))\n    for c in cutlass.range_constexpr(0, share.columns, share.part):",
+        "    for c in cutlass.range_constexpr(0, share.columns, share.part):  # part",
+        "    arrive(bars.s.empty_at(step))\n"
+        "    for c in cutlass.range_constexpr(0, share.columns, share.part):  # part",
         RACE,
     ),
     Fault(
@@ -125,16 +126,16 @@ FAULTS = [
     Fault(
         "turns counted from the wrong end",
         "device/work.py",
-        "            return end - 1 - tile.n_block\n",
-        "            return tile.n_block - begin\n",
+        "            return end - 1 - own\n",
+        "            return own - begin\n",
         STUCK,
         "ordered, causal",
     ),
     Fault(
         "turns counted over blocks that never come",
         "device/work.py",
-        "return end - 1 - tile.n_block",
-        "return end - tile.n_block",
+        "return end - 1 - own",
+        "return end - own",
         STUCK,
         "ordered, causal",
     ),

@@ -88,6 +88,30 @@ def test_training_step():
     expected.check_backward(*got, dsink=dsink)
 
 
+@pytest.mark.parametrize("options", [{"causal": True}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("scale", [-0.4, 0.0])
+def test_scales_that_are_not_positive(scale, options):
+    torch.manual_seed(0)
+    q, k, v, do, options = call(64, 64, (1, 150, 140, 1, 1), options | {"scale": scale})
+    expected = accuracy.expect(q, k, v, do, None, **options)
+    lse, o = expected.forward.lse.float(), expected.forward.o.to(q.dtype)
+    with poisoned_memory():
+        got = rf.attention_backward(do, q, k, v, o, lse, backend=BACKEND, **options)
+    expected.check_backward(got.dq, got.dk, got.dv)
+
+
+@pytest.mark.parametrize("name", ["score_mod", "mask_mod", "block_mask"])
+def test_mods_are_refused(name):
+    mods = {
+        "score_mod": lambda s, b, h, i, j: s * 2,
+        "mask_mod": lambda b, h, i, j: i >= j,
+        "block_mask": rf.create_block_mask(lambda b, h, i, j: i >= j, None, None, 40, 40),
+    }
+    q = torch.randn(1, 40, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(rf.UnsupportedError, match=f"backend '{BACKEND}': its kernels do not take a {name} yet"):
+        rf.attention(q, q, q, backend=BACKEND, **{name: mods[name]})
+
+
 def test_a_launch_is_as_planned():
     """Shared memory and registers of a launch, against the plan's own arithmetic."""
     plan = backward_plan(128, 128)

@@ -7,6 +7,8 @@ import math
 import cutlass
 import cutlass.cute as cute
 
+LOG2E = math.log2(math.e)
+
 
 def fma2(a, b, c):
     """a * b + c of two float32 pairs, one instruction."""
@@ -48,17 +50,23 @@ def tanh(x: cutlass.Float32) -> cutlass.Float32:
 
 
 @cute.jit
-def log2_scale(scale: cutlass.Float32) -> cutlass.Float32:
-    """log2(e) scale, for exponents of 2; never 0, since hidden scores are infinite and 0 times infinity is NaN."""
-    factor = scale * math.log2(math.e)
-    if scale == 0.0:
-        factor = cutlass.Float32(1e-30)
-    return factor
-
-
-@cute.jit
 def opaque(value):
     """The integer, which the compiler takes for a new one: what is made of it is worked out here, not kept from
     before."""
     kind = type(value)
     return cute.arch.inline_ptx(f"mov.b{kind.width} {{$w0}}, {{$r0}};", write_only_types=[kind], read_only_args=[value])
+
+
+@cute.jit
+def log2_factor(scale: cutlass.Float32) -> cutlass.Float32:
+    """What makes a raw score the exponent of 2, log2(e) scale; never 0, for 0 times infinity is NaN: dq and dk are
+    multiplied by the true scale."""
+    factor = scale * LOG2E
+    if scale == 0.0:
+        factor = cutlass.Float32(1e-30)
+    return factor
+
+
+def hidden_score(negative_scale: bool) -> float:
+    """The raw score that has no weight."""
+    return math.inf if negative_scale else -math.inf

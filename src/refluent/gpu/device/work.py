@@ -11,6 +11,7 @@ counted in launch order, so that a tile waits only on tiles that started before 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -65,6 +66,7 @@ class Call:
     tile_n: cutlass.Constexpr
     cluster: cutlass.Constexpr
     order: Order
+    blocks: Any = None  # Blocks
 
     @property
     def last_key_block_first(self) -> bool:
@@ -101,6 +103,8 @@ class Call:
         n_block = cutlass.max(span, 0) * self.cluster + rank
         exists = span >= 0 and n_block * self.tile_n < len_k
         begin, end = self.window.query_blocks(n_block * self.tile_n, self.tile_n, self.tile_m, len_q, len_k)
+        if cutlass.const_expr(self.blocks is not None):
+            begin, end = self.blocks.queries(batch, head, n_block, begin, end)
         end = end if exists else begin
         own_begin, own_end = begin, end
         if cutlass.const_expr(self.cluster > 1):
@@ -109,19 +113,30 @@ class Call:
         return Tile(batch, head, head // self.group, n_block, len_q, len_k, begin, end, own_begin, own_end, exists)
 
     @cute.jit
+    def query_block(self, tile: Tile, step) -> cutlass.Int32:
+        """The query block of a step from tile.m_begin on."""
+        if cutlass.const_expr(self.blocks is None):
+            return step
+        return self.blocks.query_tile(tile.batch, tile.head, tile.n_block, step)
+
+    @cute.jit
     def rank(self, tile: Tile, m_block):
         """How many tiles add to this query block's dQ before this one."""
         first_query = m_block * self.tile_m
         begin, end = self.window.key_blocks(first_query, self.tile_m, self.tile_n, tile.len_q, tile.len_k)
+        own = tile.n_block
+        if cutlass.const_expr(self.blocks is not None):
+            begin, end, own = self.blocks.keys(tile.batch, tile.head, m_block, begin, end, own)
         if cutlass.const_expr(self.last_key_block_first):
-            return end - 1 - tile.n_block
-        return tile.n_block - begin
+            return end - 1 - own
+        return own - begin
 
 
 @dataclass(frozen=True)
 class Tile:
     """Key block n_block of (batch, head), to walk query blocks [m_begin, m_end), those that see a key of its cluster.
 
+    With a block mask those are places in the key block's list.
     [own_begin, own_end) see keys of the block itself: with the others its scores are masked and it adds nothing. A
     block behind the last one, which does not exist, has no keys and walks with the other of its cluster.
     """

@@ -10,13 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from refluent.errors import UnsupportedError
 from refluent.gpu.device.seqlen import workspace_blocks
+from refluent.gpu.launch.blocks import mask_of, mask_tensors, tile_lists
 from refluent.gpu.launch.compiled import compiled_backward
 from refluent.gpu.launch.variant import Variant, variant_of
 from refluent.gpu.launch.workspace import Extents, sections
+from refluent.mods.mod import Mod
 from refluent.problem import Gradients, Inputs, Needs, Problem
 
 VECTOR = 8  # 16-bit elements: what strides have to be multiples of
+_PASSED_AS = {torch.bool: torch.uint8, torch.uint16: torch.int16, torch.uint32: torch.int32}
 OPEN = 1 << 29  # keys: more than a sequence has, and sums of two with a position stay 32-bit
 
 
@@ -36,14 +40,27 @@ def backward(
 
     `ctas`: of the main kernel's grid at most, each of which walks tiles; 0: one a tile. If deterministic, no more than
     the device runs at once: a tile waits for earlier ones, and a CTA that has not started has tiles among those.
-    `cluster`: CTAs that load Q and dO for each other, 1 or 2; nobody has measured yet where 2 is the better choice.
+    `cluster`: CTAs that load Q and dO for each other, 1 or 2; nobody has measured yet where 2 is the better choice. Not
+    2 with a block mask, whose lists make each CTA walk query blocks of its own.
     """
+    if cluster > 1 and problem.options.block_mask is not None:
+        raise UnsupportedError(
+            f"cluster={cluster} and a block mask: the CTAs of a cluster walk the same query blocks, "
+            "and those of a block mask each its own list; pass cluster=1"
+        )
     if _nothing_to_do(problem, inputs):
         return _empty(problem, inputs, lse, dlse, needs)
     arch, emulated = target(inputs.q.device)
     sink = inputs.sink
     sink_type = None if sink is None else sink.dtype
-    prepared = prepare(problem, arch, dlse is not None, sink_type, inputs.q.shape[0], inputs.k.shape[0], cluster)
+    wanted = needs.dcaptured if any(needs.dcaptured) else ()
+    captured = pass_captured(inputs.score_captured, problem.options.score_mod)
+    mask_captured = mask_tensors(problem.options, inputs)
+    blocks = tile_lists(problem, mask_captured[0]) if problem.options.block_mask is not None else None
+    mask_captured = pass_captured(mask_captured, mask_of(problem.options))
+    elements = tuple(tensor.numel() if need else 0 for tensor, need in zip(captured, wanted))
+    rows = inputs.q.shape[0], inputs.k.shape[0]
+    prepared = prepare(problem, arch, dlse is not None, sink_type, *rows, cluster, wanted, elements)
     variant = prepared.variant
     if may_have_empty_rows(problem, inputs):
         do = silence(problem, inputs, o, lse, do)
@@ -52,6 +69,7 @@ def backward(
     whole = problem.varlen_k or (problem.has_seqused_k and variant.group == 1)
     dk, dv = (_output(tensor, cleared=whole) for tensor in (k, v))
     dsink = None if sink is None else sink.new_empty(sink.shape)
+    dcaptured = gradients_of(inputs.score_captured, needs.dcaptured)
     workspace = q.new_empty(prepared.elements, dtype=torch.float32)
     compiled_backward(variant, emulated)(
         q,
@@ -72,6 +90,10 @@ def backward(
         dk,
         dv,
         dsink,
+        captured or None,
+        mask_captured or None,
+        tuple(None if gradient is None else gradient.view(-1) for gradient in dcaptured) if wanted else None,
+        blocks,
         *prepared.numbers,
         ctas,
     )
@@ -80,6 +102,7 @@ def backward(
         dk if needs.dk else None,
         dv if needs.dv else None,
         dsink if needs.dsink else None,
+        dcaptured,
     )
 
 
@@ -150,6 +173,27 @@ def fit_vector(vector: Tensor | None) -> Tensor | None:
     return vector.clone(memory_format=torch.contiguous_format)
 
 
+def pass_captured(captured: tuple[Tensor, ...], mod: Mod | None) -> tuple[Tensor, ...]:
+    """Captured tensors as the kernels take them, without a copy: at least one dimension, no unsigned type but bytes."""
+    made = []
+    for number, tensor in enumerate(captured):
+        if mod is not None and tensor.numel() == 0:
+            name = mod.captured_names[number]
+            raise ValueError(f"{mod.label} reads {name}, of shape {tuple(tensor.shape)}, which holds nothing")
+        tensor = tensor.detach() if tensor.ndim else tensor.detach().view(1)
+        made.append(tensor.view(_PASSED_AS.get(tensor.dtype, tensor.dtype)))
+    return tuple(made)
+
+
+def gradients_of(captured: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    """Contiguous outputs; None where no gradient is needed."""
+    wanted = needs or (False,) * len(captured)
+    return tuple(
+        torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if need else None
+        for tensor, need in zip(captured, wanted)
+    )
+
+
 def _output(like: Tensor, cleared: bool) -> Tensor:
     """A contiguous gradient; cleared where it has rows that no kernel writes."""
     return like.new_zeros(like.shape) if cleared else like.new_empty(like.shape)
@@ -171,7 +215,11 @@ def _empty(problem: Problem, inputs: Inputs, lse: Tensor, dlse: Tensor | None, n
         torch.zeros_like(tensor) if need else None
         for tensor, need in ((inputs.q, needs.dq), (inputs.k, needs.dk), (inputs.v, needs.dv))
     )
-    return Gradients(dq, dk, dv, dsink)
+    dcaptured = tuple(
+        None if gradient is None else gradient.zero_()
+        for gradient in gradients_of(inputs.score_captured, needs.dcaptured)
+    )
+    return Gradients(dq, dk, dv, dsink, dcaptured)
 
 
 @dataclass(frozen=True)
@@ -185,14 +233,23 @@ class Prepared:
 
 @lru_cache(maxsize=4096)
 def prepare(
-    problem: Problem, arch: str, dlse: bool, sink: torch.dtype | None, tokens_q: int, tokens_k: int, cluster: int
+    problem: Problem,
+    arch: str,
+    dlse: bool,
+    sink: torch.dtype | None,
+    tokens_q: int,
+    tokens_k: int,
+    cluster: int,
+    dcaptured: tuple[bool, ...] = (),
+    captured: tuple[int, ...] = (),
 ) -> Prepared:
-    """tokens: rows that q and k hold, of packed sequences."""
-    variant = variant_of(problem, arch, dlse, sink, cluster)
+    """tokens: rows that q and k hold, of packed sequences; dcaptured: as Needs says; captured: those tensors' elements,
+    0 of the others."""
+    variant = variant_of(problem, arch, dlse, sink, cluster, dcaptured)
     plan = variant.plan
     m_blocks = workspace_blocks(problem.batch, problem.seqlen_q, tokens_q, plan.tile_m, variant.packed_q)
     n_blocks = workspace_blocks(problem.batch, problem.seqlen_k, tokens_k, plan.tile_n, variant.packed_k)
-    extents = Extents(problem.heads_q, problem.heads_kv, m_blocks, n_blocks)
+    extents = Extents(problem.heads_q, problem.heads_kv, m_blocks, n_blocks, captured)
     return Prepared(variant, int(sections(variant, extents).total), _numbers(problem))
 
 

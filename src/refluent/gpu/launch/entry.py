@@ -6,16 +6,23 @@ from typing import Any, cast
 
 import cutlass
 import cutlass.cute as cute
+import torch
 
+from refluent.gpu.collect import collect
 from refluent.gpu.convert import Convert
 from refluent.gpu.delta import Delta, DeltaTensors
+from refluent.gpu.device import arithmetic
+from refluent.gpu.device.blocks import Blocks
 from refluent.gpu.device.seqlen import Side, workspace_blocks
 from refluent.gpu.launch import fakes
 from refluent.gpu.launch.variant import Variant
-from refluent.gpu.launch.workspace import ALIGN, Extents, Sections, sections
+from refluent.gpu.launch.workspace import ALIGN, Extents, Sections, captured_starts, sections
+from refluent.gpu.plans.sm100 import EXACT, LIMBS
 from refluent.gpu.sm90.backward import kernel as sm90
 from refluent.gpu.sm100.backward import kernel as sm100
-from refluent.gpu.sm100.backward.context import Targets
+from refluent.gpu.sm100.backward.context import Targets, tuple_of
+from refluent.mods.emit import MaskMod, ScoreMod
+from refluent.mods.mod import find_mod
 
 
 class BackwardEntry:
@@ -51,6 +58,10 @@ class BackwardEntry:
         dk: cute.Tensor,
         dv: cute.Tensor,
         dsink: cute.Tensor | None,
+        captured: tuple | None,  # by score_mod and by mask_mod, see fakes.captured
+        mask_captured: tuple | None,
+        dcaptured: tuple | None,  # (n,) of a captured tensor's type, or None
+        blocks: tuple | None,  # device.blocks.Blocks
         batch: cutlass.Int32,
         seqlen_q: cutlass.Int32,
         seqlen_k: cutlass.Int32,
@@ -71,12 +82,16 @@ class BackwardEntry:
             cutlass.Int64(k.shape[cute.rank(k) - 2]),
             cutlass.Int64(workspace_blocks(batch, seqlen_q, queries.tokens, plan.tile_m, variant.packed_q)),
             cutlass.Int64(workspace_blocks(batch, seqlen_k, keys.tokens, plan.tile_n, variant.packed_k)),
+            tuple(cutlass.Int64(0 if out is None else out.shape[0]) for out in tuple_of(dcaptured)),
         )
         views = Views(workspace, variant, extents, sections(variant, extents))
         lse_log2, dpsum = views.statistic(views.at.lse_log2), views.statistic(views.at.dpsum)
         tensors = DeltaTensors(o, do, lse, dlse, sink, lse_log2, dpsum, views.clear(), views.dsink(), dsink)
         heads, m_blocks = cutlass.Int32(extents.heads), cutlass.Int32(extents.m_blocks)
         self.delta(tensors, queries, heads, batch, m_blocks, stream)
+        mods: Any = ()
+        if cutlass.const_expr(variant.arch != "sm_90a"):
+            mods = (captured, mask_captured, views.sums(tuple_of(captured)), blocks_of(blocks))
         self.main(
             q,
             k,
@@ -100,12 +115,14 @@ class BackwardEntry:
             keep_from,
             keep_scale,
             ctas,
+            *mods,
             stream,
         )
         self.convert_dq(views.dq(4), dq, queries, scale, batch, stream)
         if cutlass.const_expr(variant.group > 1):
             self.convert_dk(views.dk(4), dk, keys, scale, batch, stream)
             self.convert_dv(views.dv(4), dv, keys, cutlass.Float32(1.0), batch, stream)
+        views.collect(tuple_of(dcaptured), stream)
 
 
 def main_kernel(variant: Variant) -> Any:
@@ -115,12 +132,26 @@ def main_kernel(variant: Variant) -> Any:
     sides = variant.group, variant.has_left, variant.has_right
     if variant.arch == "sm_90a":
         return sm90.Backward(sm90.Static(dtype, plan, **modes), *sides)
-    return sm100.Backward(sm100.Static(dtype, plan, **modes, cluster=variant.cluster), *sides)
+    score = find_mod(variant.score_mod) if variant.score_mod else None
+    mask = find_mod(variant.mask_mod) if variant.mask_mod else None
+    static = sm100.Static(
+        dtype,
+        plan,
+        **modes,
+        cluster=variant.cluster,
+        score_mod=ScoreMod(score, variant.dcaptured, variant.softcap, arithmetic) if score else None,
+        mask_mod=MaskMod(mask, arithmetic) if mask else None,
+    )
+    return sm100.Backward(static, *sides)
 
 
 def side(tensor: cute.Tensor, cu_seqlens, seqused, seqlen) -> Side:
     tokens = seqlen if cu_seqlens is None else tensor.shape[0]
     return Side(cu_seqlens, seqused, seqlen, tokens)
+
+
+def blocks_of(lists: tuple | None) -> Blocks | None:
+    return None if lists is None else Blocks(*lists)
 
 
 class Views:
@@ -170,6 +201,34 @@ class Views:
         turns = self._tensor(start, (cutlass.Int32(heads), cutlass.Int32(count)), (count, 1))
         return cute.make_tensor(cute.recast_ptr(turns.iterator, dtype=cutlass.Int32), turns.layout)
 
+    def sum_of(self, number: int, shape: tuple) -> cute.Tensor:
+        """(*shape) float32: the gradient of a captured tensor; exact sums: int64, of each element its first limb."""
+        start = self.at.dcaptured + captured_starts(self.variant, self.extents)[number]
+        exact = self.variant.sums[number] == EXACT
+        strides: list[Any] = []
+        step = cutlass.Int64(LIMBS + 1 if exact else 1)
+        for size in reversed(shape):
+            strides.insert(0, step)
+            step = step * size
+        made = self._tensor(start, shape, tuple(strides))
+        if not exact:
+            return made
+        return cute.make_tensor(cute.recast_ptr(made.iterator, dtype=cutlass.Int64), made.layout)
+
+    def sums(self, captured: tuple) -> tuple | None:
+        """Of every captured tensor, None where none is needed; None where none at all is."""
+        made = [
+            self.sum_of(number, tensor.shape) if width else None
+            for number, (tensor, width) in enumerate(zip(captured, self.variant.sums))
+        ]
+        return tuple(made) or None
+
+    def collect(self, dcaptured: tuple, stream) -> None:
+        """Launch what makes the gradients of captured tensors of their sums."""
+        for number, out in enumerate(dcaptured):
+            if out is not None:
+                collect(self.sum_of(number, (out.shape[0],)), out, stream)
+
     def targets(self, dk: cute.Tensor, dv: cute.Tensor) -> Targets:
         """Where the main kernel's gradients go."""
         grouped, ordered, e = self.variant.group > 1, self.variant.deterministic, self.extents
@@ -207,6 +266,8 @@ def compile_backward(variant: Variant):
         fakes.operand(kind, variant.packed_k),
         fakes.operand(kind, variant.packed_k),
         fakes.vector(sink) if sink else None,
+        *_captured(variant),
+        tuple(fakes.captured(torch.int32, ndim) for ndim in (3, 4, 3, 4)) if variant.block_mask else None,
         *integers,
         cutlass.Float32(0),
         cutlass.Float32(0),
@@ -215,4 +276,15 @@ def compile_backward(variant: Variant):
         cutlass.Int32(0),
         fakes.stream(),
         options=f"{fakes.TVM_FFI} --gpu-arch {variant.arch}",
+    )
+
+
+def _captured(variant: Variant) -> tuple[tuple | None, tuple | None, tuple | None]:
+    """Stand-ins for the tensors that score_mod and mask_mod capture, and for the former's gradients; None for none."""
+    score, mask = (find_mod(key).captured if key else () for key in (variant.score_mod, variant.mask_mod))
+    gradients = zip(score, variant.dcaptured)
+    return (
+        tuple(fakes.captured(c.dtype, c.ndim) for c in score) or None,
+        tuple(fakes.captured(c.dtype, c.ndim) for c in mask) or None,
+        tuple(fakes.vector(fakes.STORED[c.dtype]) if need else None for c, need in gradients) or None,
     )

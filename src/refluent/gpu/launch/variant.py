@@ -8,8 +8,12 @@ from functools import cached_property
 
 import torch
 
+from refluent.gpu.launch.blocks import mask_of
 from refluent.gpu.plans import BackwardPlan, backward_plan
-from refluent.problem import Problem
+from refluent.gpu.plans.sm100 import EXACT
+from refluent.mods.emit import adds_once
+from refluent.mods.mod import find_mod
+from refluent.problem import Problem, mod_key
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,22 @@ class Variant:
     dlse: bool = False
     sink: str = ""
     cluster: int = 1  # CTAs that share Q and dO
+    score_mod: str = ""  # a mod's key: the digest of its graph, with its captured tensors' types and dimensions
+    mask_mod: str = ""
+    block_mask: bool = False  # tiles are listed; what it masks within them is part of mask_mod
+    dcaptured: tuple[bool, ...] = ()  # which tensors that score_mod captures get a gradient
 
     @cached_property
     def plan(self) -> BackwardPlan:
         return backward_plan(self.arch, self.head_dim, self.head_dim_v, not (self.softcap or self.dropout))
+
+    @property
+    def sums(self) -> tuple[int, ...]:
+        """float32 elements of workspace that an element of each captured tensor's gradient takes; 0: it gets none."""
+        return tuple(self._sum(number) if need else 0 for number, need in enumerate(self.dcaptured))
+
+    def _sum(self, number: int) -> int:
+        return EXACT if self.deterministic and not adds_once(find_mod(self.score_mod), number) else 1
 
     @property
     def name(self) -> str:
@@ -49,12 +65,23 @@ class Variant:
         more = [f"{name} {count}" for name, count in counts.items() if count > 1]
         more += [f"window {' and '.join(window)}"] if window else []
         more += [f"sink {facts.pop('sink')}"] if facts["sink"] else []
+        more += [f"{kind} {facts.pop(kind)}" for kind in ("score_mod", "mask_mod") if facts[kind]]
+        gradients = [str(number) for number, need in enumerate(facts.pop("dcaptured")) if need]
+        more += [f"gradients of captured {', '.join(gradients)}"] if gradients else []
         more += [name.replace("_", " ") for name, value in facts.items() if value]
         return ", ".join([head, *more])
 
 
-def variant_of(problem: Problem, arch: str, dlse: bool, sink: torch.dtype | None, cluster: int = 1) -> Variant:
-    """The variant that serves a call on `arch`; `sink`: the type of the sinks, if there are any."""
+def variant_of(
+    problem: Problem,
+    arch: str,
+    dlse: bool,
+    sink: torch.dtype | None,
+    cluster: int = 1,
+    dcaptured: tuple[bool, ...] = (),
+) -> Variant:
+    """The variant that serves a call on `arch`; `sink`: the type of the sinks, if there are any; `dcaptured`: see
+    Needs."""
     plan = backward_plan(arch, problem.head_dim, problem.head_dim_v)
     left, right = problem.options.window
     return Variant(
@@ -76,6 +103,10 @@ def variant_of(problem: Problem, arch: str, dlse: bool, sink: torch.dtype | None
         dlse=dlse,
         sink="" if sink is None else _name(sink),
         cluster=cluster,
+        score_mod=mod_key(problem.options.score_mod),
+        mask_mod=mod_key(mask_of(problem.options)),
+        block_mask=problem.options.block_mask is not None,
+        dcaptured=dcaptured if any(dcaptured) else (),
     )
 
 

@@ -21,6 +21,7 @@ class Extents:
     heads_kv: Any
     m_blocks: Any
     n_blocks: Any
+    captured: tuple[Any, ...] = ()  # elements of each captured tensor that gets a gradient, 0 of the others
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Sections:
     dv: Any  # (kv heads, n_blocks, tile_n * head_dim_v), grouped heads only
     dq_turn: Any  # (heads, m_blocks) int32, deterministic only
     dkv_turn: Any  # (kv heads, 2 * n_blocks) int32, deterministic and grouped only
+    dcaptured: Any  # captured tensors' gradients one after the other, each from a multiple of ALIGN
     cleared: Any
     lse_log2: Any  # (heads, m_blocks * tile_m)
     dpsum: Any  # (heads, m_blocks * tile_m)
@@ -54,6 +56,7 @@ def sections(variant: Variant, extents: Extents) -> Sections:
         keys * (plan.tile_n * plan.head_dim_v if grouped else 0),
         rows * (1 if ordered else 0),
         keys * (2 if ordered and grouped else 0),
+        rows * 0 + captured_starts(variant, extents)[-1],
         0,
         rows * plan.tile_m,
         rows * plan.tile_m,
@@ -65,3 +68,11 @@ def sections(variant: Variant, extents: Extents) -> Sections:
         starts.append(at)
         at = at + (size + ALIGN - 1) // ALIGN * ALIGN
     return Sections(*starts)
+
+
+def captured_starts(variant: Variant, extents: Extents) -> list[Any]:
+    """Where each captured tensor's gradient starts in its section, and where the section ends."""
+    starts: list[Any] = [0]
+    for count, width in zip(extents.captured, variant.sums, strict=True):
+        starts.append(starts[-1] + (count * width + ALIGN - 1) // ALIGN * ALIGN)
+    return starts

@@ -9,6 +9,8 @@ SHARED_BYTES = 232_448  # a CTA's limit, 227 KB
 LANES = 128  # of tensor memory
 REGISTERS = 65_536  # a CTA's
 THREADS = 512  # a CTA's, in four warpgroups: reduce, compute twice, the others
+LIMBS = 9  # of 32 bits, each in an int64: a sum of float32 numbers that knows no rounding (device/exact.py)
+EXACT = 2 * (LIMBS + 1)  # float32 elements that one takes, with a place for what is not finite
 GROUP_STAGING_BYTES = 8192  # of dK or dV that a compute warpgroup stages at a time, for grouped heads
 
 

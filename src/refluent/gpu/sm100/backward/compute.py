@@ -2,29 +2,28 @@
 
 Tensor memory holds S^T and dP^T: a thread has one key (its lane) and half of the queries (columns, by warpgroup); of 64
 keys two threads share one and have a quarter each.
-Everything a score function does happens in `weights`, and what its gradient does in `grad_scores`: score_mod and
-mask_mod plug in there.
+Everything a score function does happens in `weights`, and what its gradient does in `grad_scores`; score_mod and
+mask_mod come from mods.py.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 
 from refluent.gpu.device.copies import held, held_column, held_row, load_columns, store_columns
-from refluent.gpu.device.numerics import exp2, fma2, mul2, opaque, sub2, tanh
+from refluent.gpu.device.numerics import LOG2E, exp2, fma2, mul2, opaque, sub2, tanh
 from refluent.gpu.device.philox import kept_queries
 from refluent.gpu.device.pipeline import arrive
 from refluent.gpu.device.work import Tile
 from refluent.gpu.sm100.backward.context import COMPUTE_WARP, Context
 from refluent.gpu.sm100.backward.epilogue import store_grads
+from refluent.gpu.sm100.backward.mods import Columns, add_totals, modified, scatter, sloped
 from refluent.gpu.sm100.backward.storage import DS, P
 
 COLUMNS = 32  # of tensor memory that one load brings
-LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -78,16 +77,23 @@ class Seen:
 @cute.jit
 def compute(ctx: Context):
     share = Share.make(ctx.plan)
+    count = len(ctx.static.score_mod.totals) if ctx.static.score_mod is not None else 0
+    totals = cute.make_rmem_tensor(cute.make_layout(max(count, 1)), cutlass.Float32)
     step, tiles = cutlass.Int32(0), cutlass.Int32(0)
     first, stride = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     for index in cutlass.range(first, ctx.call.tiles(), stride):
         tile = ctx.call.tile(index)
-        for m_block in cutlass.range(tile.m_begin, tile.m_end):
-            compute_step(ctx, tile, m_block, share, step)
+        totals.fill(0.0)
+        for place in cutlass.range(tile.m_begin, tile.m_end):
+            m_block = ctx.call.query_block(tile, place)
+            compute_step(ctx, tile, m_block, share, step, totals)
             step += 1
         # Both once more: through the steps they would be held in registers.
         tile = ctx.call.tile(opaque(index))
         share = Share.make(ctx.plan)
+        if cutlass.const_expr(count > 0):
+            if tile.steps > 0:
+                add_totals(ctx, tile, share.first, tile.n_block * ctx.plan.tile_n + share.row, totals)
         if tile.steps > 0:
             ctx.barriers.dkv.wait_full(tiles)
         if tile.exists:
@@ -98,11 +104,19 @@ def compute(ctx: Context):
 
 
 @cute.jit
-def compute_step(ctx: Context, tile: Tile, m_block: cutlass.Int32, share: Share, step: cutlass.Int32):
+def compute_step(
+    ctx: Context, tile: Tile, m_block: cutlass.Int32, share: Share, step: cutlass.Int32, totals: cute.Tensor
+):
     """P and dS of a thread's share of a block of queries."""
     plan, bars, dtype = ctx.plan, ctx.barriers, ctx.static.dtype
     p = cute.make_rmem_tensor(cute.make_layout(share.columns), cutlass.Float32)
     packed = cute.make_rmem_tensor(cute.make_layout(share.columns), dtype)
+    query, key = m_block * plan.tile_m + share.first, tile.n_block * plan.tile_n + share.row
+    columns = Columns(ctx, tile, query, key)
+    columns.start_forward()
+    scores = p
+    if cutlass.const_expr(ctx.static.keeps_score):
+        scores = cute.make_rmem_tensor(cute.make_layout(share.columns), cutlass.Float32)
 
     seen = see(ctx, tile, m_block * plan.tile_m, share)
     bars.lse.wait_full(step)
@@ -113,10 +127,10 @@ def compute_step(ctx: Context, tile: Tile, m_block: cutlass.Int32, share: Share,
         )
     cute.arch.fence_view_async_tmem_load()
     lse = share.of_statistic(ctx.shared.lse, bars.lse.stage(step))
-    if cutlass.const_expr(not ctx.static.softcap):
+    if cutlass.const_expr(not ctx.static.shaped):
         hide(ctx, tile, m_block * plan.tile_m, share, seen, p)
     for c in cutlass.range_constexpr(0, share.columns, share.part):  # part by part: fewer registers hold P
-        weights(ctx, seen, p, packed, lse, c, share.part)
+        weights(ctx, seen, columns, p, scores, packed, lse, c, share.part)
         if cutlass.const_expr(plan.transposed_kv):
             store_shared(ctx.shared.ds[None, None, None, P], packed, share, c)
         else:
@@ -131,12 +145,17 @@ def compute_step(ctx: Context, tile: Tile, m_block: cutlass.Int32, share: Share,
     bars.dpsum.wait_full(step)
     bars.dp.wait_full(step)
     dpsum = share.of_statistic(ctx.shared.dpsum, bars.dpsum.stage(step))
+    if cutlass.const_expr(ctx.static.mod_gradient):
+        columns.start_backward()
     kept = opaque(seen.kept)  # else its bits would be taken apart once and stay so, a register each
     for c in cutlass.range_constexpr(0, share.half, COLUMNS):
         dp = cute.make_rmem_tensor(cute.make_layout(held(plan.dp.rows, COLUMNS)), cutlass.Float32)
         load_columns(ctx.tmem, plan.dp.column + share.group_first + c, COLUMNS, share.thread, dp.iterator, plan.dp.rows)
         cute.arch.fence_view_async_tmem_load()
-        grad_scores(ctx, p, dp, dpsum, packed, kept, c)
+        if cutlass.const_expr(ctx.static.mod_gradient):
+            grad_mod(ctx, columns, p, scores, dp, dpsum, packed, kept, totals, c)
+        else:
+            grad_scores(ctx, p, dp, dpsum, packed, kept, c)
         if cutlass.const_expr(not plan.transposed_kv):
             store_tensor(ctx.tmem, plan.dp.column, packed, share, c)
         store_shared(ctx.shared.ds[None, None, None, DS], packed, share, c)
@@ -174,7 +193,9 @@ def hide(ctx: Context, tile: Tile, first_query: cutlass.Int32, share: Share, see
 def weights(
     ctx: Context,
     seen: Seen,
+    columns: Columns,
     p: cute.Tensor,
+    scores: cute.Tensor,
     packed: cute.Tensor,
     lse: cute.Tensor,
     first: cutlass.Constexpr,
@@ -182,19 +203,28 @@ def weights(
 ):
     """`count` raw scores in p become weights, and `packed` gets what dV multiplies: the kept weights in 16 bits.
 
-    With a score function that is not linear, p leaves multiplied by its derivative: that is all dS still needs.
+    With a score function that is not linear, p leaves multiplied by its derivative: that is all dS still needs, unless
+    captured tensors get gradients: then `scores` keeps what score_mod was given.
     """
+    static = ctx.static
     for c in cutlass.range_constexpr(first, first + count, 2):
         score, slope = (p[c], p[c + 1]), None
-        factor = ctx.scores.factor
-        if cutlass.const_expr(ctx.static.softcap):
+        factor, hidden = ctx.scores.factor, cutlass.Float32(static.hidden)
+        if cutlass.const_expr(static.score_mod is not None):
+            score, slope = modified(columns, scores, score, c)
+            factor = cutlass.Float32(LOG2E)
+        elif cutlass.const_expr(static.softcap):
             score, slope = capped(ctx, score)
-            score = tuple(x if seen.by(c + e) else -cutlass.Float32.inf for e, x in enumerate(score))
             factor = ctx.scores.softcap * LOG2E
+        if cutlass.const_expr(static.shaped):
+            hidden = -cutlass.Float32.inf
+            score = tuple(x if seen.by(c + e) else hidden for e, x in enumerate(score))
+        if cutlass.const_expr(static.mask_mod is not None):
+            score = tuple(x if columns.visible(c + e) else hidden for e, x in enumerate(score))
         score = fma2(score, (factor, factor), (-lse[c], -lse[c + 1]))
         weight = exp2(score[0]), exp2(score[1])
         store_pair(packed, c, kept_part(ctx, weight, seen.kept, c))
-        p[c], p[c + 1] = weight if cutlass.const_expr(slope is None) else mul2(weight, slope)
+        p[c], p[c + 1] = weight if cutlass.const_expr(slope is None) else sloped(columns, weight, slope)
 
 
 @cute.jit
@@ -215,6 +245,31 @@ def kept_part(ctx: Context, pair, kept: cutlass.Uint64, c: cutlass.Constexpr):
     first = pair[0] * factor if bits & 1 != 0 else cutlass.Float32(0.0)
     second = pair[1] * factor if bits & 2 != 0 else cutlass.Float32(0.0)
     return first, second
+
+
+@cute.jit
+def grad_mod(
+    ctx: Context,
+    columns: Columns,
+    p: cute.Tensor,
+    scores: cute.Tensor,
+    dp: cute.Tensor,
+    dpsum: cute.Tensor,
+    packed: cute.Tensor,
+    kept: cutlass.Uint64,
+    totals: cute.Tensor,
+    first: cutlass.Constexpr,
+):
+    """grad_scores by way of score_mod's gradient, and that of the captured tensors."""
+    parts = []
+    for c in cutlass.range_constexpr(0, cute.size(dp), 2):
+        x = first + c
+        arrived = kept_part(ctx, (dp[c], dp[c + 1]), kept, x)
+        g = mul2((p[x], p[x + 1]), sub2(arrived, (dpsum[x], dpsum[x + 1])))
+        pair = [columns.grad(x + e, g[e], scores[x + e]) for e in range(2)]
+        store_pair(packed, x, (pair[0][0], pair[1][0]))
+        parts += [pair[0][1], pair[1][1]]
+    scatter(columns, totals, first, parts)
 
 
 @cute.jit
@@ -240,7 +295,10 @@ def grad_scores(
         x = first + c
         arrived = kept_part(ctx, (dp[c], dp[c + 1]), kept, x)
         shifted = sub2(arrived, (dpsum[x], dpsum[x + 1]))
-        store_pair(packed, x, mul2((p[x], p[x + 1]), shifted))
+        ds = mul2((p[x], p[x + 1]), shifted)
+        if cutlass.const_expr(ctx.static.score_mod is not None and not ctx.static.score_mod.clean):
+            ds = tuple(y if s != 0.0 else cutlass.Float32(0.0) for y, s in zip(ds, shifted))
+        store_pair(packed, x, ds)
 
 
 @cute.jit

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 
+from refluent.gpu.device.numerics import hidden_score
 from refluent.gpu.device.work import Call
 from refluent.gpu.plans.sm100 import BackwardPlan
 from refluent.gpu.sm100.backward.products import Products
 from refluent.gpu.sm100.backward.storage import Accumulators, Barriers, Shared
+from refluent.mods.emit import MaskMod, ScoreMod
 
 # Warps by role; setmaxnreg acts on whole warpgroups, and warps 12-15 are one.
 REDUCE_WARP, COMPUTE_WARP, MMA_WARP, LOAD_WARP = 0, 4, 12, 13
@@ -32,11 +33,29 @@ class Static:
     deterministic: bool = False
     cluster: int = 1
     negative_scale: bool = False
+    score_mod: ScoreMod | None = None
+    mask_mod: MaskMod | None = None
 
     @property
     def hidden(self) -> float:
         """The raw score that has no weight."""
-        return math.inf if self.negative_scale else -math.inf
+        return hidden_score(self.negative_scale)
+
+    @property
+    def shaped(self) -> bool:
+        """Whether weights are made of something else than raw scores."""
+        return self.softcap or self.score_mod is not None
+
+    @property
+    def keeps_score(self) -> bool:
+        """Whether scores outlive the weights that are made of them."""
+        return self.score_mod is not None and self.score_mod.keeps_score
+
+    @property
+    def mod_gradient(self) -> bool:
+        """Whether dS goes back through score_mod where it is known, and not by way of the weights."""
+        mod = self.score_mod
+        return mod is not None and not mod.folded and bool(mod.scatters or not mod.identity)
 
 
 @dataclass(frozen=True)
@@ -82,6 +101,9 @@ class Scores:
     philox: cute.Tensor | None  # int64 (2,): seed, offset
     keep_from: cutlass.Uint32  # an element is kept iff its word is at least this
     keep_scale: cutlass.Float32  # 1 / (1 - dropout_p)
+    captured: tuple = ()  # by score_mod; a 0-d tensor comes as one of one element
+    mask_captured: tuple = ()  # by mask_mod
+    sums: tuple = ()  # gradients of `captured`, float32 or exact (device/exact.py), or None
 
 
 @dataclass(frozen=True)
@@ -102,3 +124,8 @@ class Context:
     @property
     def plan(self) -> BackwardPlan:
         return self.static.plan
+
+
+def tuple_of(arguments: tuple | None) -> tuple:
+    """A tuple that travels as None where it is empty: the DSL takes no empty one."""
+    return () if arguments is None else arguments

@@ -12,15 +12,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
+from refluent.gpu.device.blocks import Blocks
 from refluent.gpu.device.copies import sequence_view
-from refluent.gpu.device.numerics import log2_scale
+from refluent.gpu.device.numerics import log2_factor
 from refluent.gpu.device.seqlen import Side
 from refluent.gpu.device.visible import Window
 from refluent.gpu.device.work import Call, Order, heads_of_bundle
 from refluent.gpu.plans.sm100 import REGISTERS, THREADS
 from refluent.gpu.sm100.backward import context
 from refluent.gpu.sm100.backward.compute import compute
-from refluent.gpu.sm100.backward.context import Context, Scores, Sources, Static, Targets
+from refluent.gpu.sm100.backward.context import Context, Scores, Sources, Static, Targets, tuple_of
 from refluent.gpu.sm100.backward.load import load
 from refluent.gpu.sm100.backward.mma import mma
 from refluent.gpu.sm100.backward.products import Layouts, Products
@@ -65,10 +66,15 @@ class Backward:
         keep_from: cutlass.Uint32,
         keep_scale: cutlass.Float32,
         ctas: cutlass.Int32,
+        captured: tuple | None,
+        mask_captured: tuple | None,
+        sums: tuple | None,
+        blocks: Blocks | None,
         stream,
     ):
         """q (b, s, h, d) or packed (t, h, d), k, v, do likewise; workspaces as Sources and Targets say. `ctas`: CTAs of
-        the grid at most (whole clusters, one at least), each walks tiles with that stride; 0: one for every tile."""
+        the grid at most (whole clusters, one at least), each walks tiles with that stride; 0: one for every tile.
+        captured, mask_captured and sums: as Scores says."""
         plan, dtype, cluster = self.static.plan, self.static.dtype, self.static.cluster
         packed_q, packed_k = cu_seqlens_q is not None, cu_seqlens_k is not None
         queries = Side(cu_seqlens_q, seqused_q, seqlen_q, q.shape[0] if packed_q else seqlen_q)
@@ -77,7 +83,8 @@ class Backward:
         window = Window(left, right, self.has_left, self.has_right)
         bundle = heads_of_bundle(heads, seqlen_q, plan.query_bytes)
         order = Order.make(keys, batch, heads, plan.tile_n * cluster, bundle)
-        call = Call(queries, keys, window, heads, batch, scale, self.group, plan.tile_m, plan.tile_n, cluster, order)
+        sizes = self.group, plan.tile_m, plan.tile_n, cluster
+        call = Call(queries, keys, window, heads, batch, scale, *sizes, order, blocks)
         products = Products.make(dtype, plan)
         layouts = Layouts.make(products, dtype, plan)
         q_view = sequence_view(q, seqlen_q, queries.ragged, packed_q)
@@ -85,7 +92,8 @@ class Backward:
         k_view = sequence_view(k, seqlen_k, keys.ragged, packed_k)
         v_view = sequence_view(v, seqlen_k, keys.ragged, packed_k)
         sources = make_sources(q_view, k_view, v_view, do_view, lse_log2, dpsum, products, layouts, self.static)
-        scores = Scores(log2_scale(scale), softcap, philox, keep_from, keep_scale)
+        read = tuple_of(captured), tuple_of(mask_captured), tuple_of(sums)
+        scores = Scores(log2_factor(scale), softcap, philox, keep_from, keep_scale, *read)
         grid = call.tiles()
         if ctas > 0:
             grid = cutlass.min(grid, cutlass.max(ctas // cluster, 1) * cluster)

@@ -73,8 +73,9 @@ def load_tile(ctx: Context, tile: Tile, step: cutlass.Int32):
     lse = cute.local_tile(cute.domain_offset((row0,), src.lse_log2[tile.head, None]), (m,), (None,))
     dpsum = cute.local_tile(cute.domain_offset((row0,), src.dpsum[tile.head, None]), (m,), (None,))
     element, everybody = ctx.static.dtype.width // 8, mask(ctx.static.cluster)
-    for m_block in cutlass.range(tile.m_begin, tile.m_end):
-        opening = m_block == tile.m_begin
+    for place in cutlass.range(tile.m_begin, tile.m_end):
+        m_block = call.query_block(tile, place)
+        opening = place == tile.m_begin
         if opening and step > 0:
             bars.q.wait_empty(step + plan.stages_q - 1)  # the step before this tile: its dQ read K
         bars.q.wait_empty(step)

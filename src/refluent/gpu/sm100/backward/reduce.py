@@ -26,7 +26,8 @@ def reduce(ctx: Context):
     for index in cutlass.range(first, ctx.call.tiles(), stride):
         tile = ctx.call.tile(index)
         block0 = ctx.call.queries.block_offset(tile.batch, ctx.plan.tile_m)
-        for m_block in cutlass.range(tile.m_begin, tile.m_end):
+        for place in cutlass.range(tile.m_begin, tile.m_end):
+            m_block = ctx.call.query_block(tile, place)
             adds = reduce_step(ctx, tile, m_block, block0 + m_block, step, adds)
             step += 1
     if cute.arch.thread_idx()[0] == 0:

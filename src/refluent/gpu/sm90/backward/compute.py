@@ -17,14 +17,13 @@ mask_mod plug in there.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from refluent.gpu.device.numerics import exp2, pack, tanh
+from refluent.gpu.device.numerics import LOG2E, exp2, pack, tanh
 from refluent.gpu.device.philox import kept_queries
 from refluent.gpu.device.pipeline import arrive
 from refluent.gpu.device.work import Tile
@@ -35,7 +34,6 @@ from refluent.gpu.sm90.backward.epilogue import store_grads
 from refluent.gpu.sm90.backward.products import multiply
 
 THREADS = 128 * GROUPS
-LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -296,8 +294,8 @@ def weights(ctx: Context, tile: Tile, m_block: cutlass.Int32, share: Share, regs
             for eight, r, e in cutlass.const_expr(places(share.queries)):
                 low, high = seen[r]
                 column = eight * 8 + e
-                shown = column >= low and column <= high
-                s[e, r, eight] = s[e, r, eight] if shown else cutlass.Float32(static.hidden)
+                visible = column >= low and column <= high
+                s[e, r, eight] = s[e, r, eight] if visible else cutlass.Float32(static.hidden)
     minus_lse = cute.make_rmem_tensor(cute.make_layout(2), cutlass.Float32)
     for eight in cutlass.range_constexpr(share.queries // 8):
         cute.autovec_copy(lse[None, eight], minus_lse)

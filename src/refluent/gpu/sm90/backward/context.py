@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 
+from refluent.gpu.device.numerics import hidden_score
 from refluent.gpu.device.work import Call
 from refluent.gpu.plans.sm90 import BackwardPlan
 from refluent.gpu.sm90.backward.products import Products
@@ -35,7 +35,7 @@ class Static:
     @property
     def hidden(self) -> float:
         """The raw score that has no weight."""
-        return math.inf if self.negative_scale else -math.inf
+        return hidden_score(self.negative_scale)
 
 
 @dataclass(frozen=True)

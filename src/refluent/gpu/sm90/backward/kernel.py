@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
 from refluent.gpu.device.copies import sequence_view
-from refluent.gpu.device.numerics import log2_scale
+from refluent.gpu.device.numerics import log2_factor
 from refluent.gpu.device.seqlen import Side
 from refluent.gpu.device.visible import Window
 from refluent.gpu.device.work import Call, Order, heads_of_bundle
@@ -87,7 +87,7 @@ class Backward:
         if cutlass.const_expr(self.group == 1):
             grads = tuple(sequence_view(tensor, seqlen_k, keys.ragged, packed_k) for tensor in (targets.dk, targets.dv))
             stores = make_stores(grads, dtype, plan)
-        scores = Scores(log2_scale(scale), softcap, philox, keep_from, keep_scale)
+        scores = Scores(log2_factor(scale), softcap, philox, keep_from, keep_scale)
         grid = call.tiles()
         if ctas > 0:
             grid = cutlass.min(grid, ctas)
