@@ -37,7 +37,10 @@ MODULES = {
     "emulate:sm100": "refluent.gpu.sm100.emulated",
     "emulate:sm90": "refluent.gpu.sm90.emulated",
 }
-"""The backends that are there, best first; emulated ones have to be asked for."""
+"""The backends that are there, best first."""
+
+ASKED_FOR = ("sm90", "emulate:sm100", "emulate:sm90")
+"""Those that a call has to name: emulated ones, and one that nobody has timed yet on chips where others are fast."""
 
 
 def names() -> tuple[str, ...]:
@@ -68,8 +71,8 @@ def load(name: str) -> Backend:
 
 
 def automatic() -> tuple[str, ...]:
-    """The backends that this machine can use, best first, emulated ones aside."""
-    return tuple(name for name in MODULES if not name.startswith("emulate:") and missing(name) is None)
+    """The backends that this machine can use and a call need not name, best first."""
+    return tuple(name for name in MODULES if name not in ASKED_FOR and missing(name) is None)
 
 
 def choose(problem: Problem) -> str:
