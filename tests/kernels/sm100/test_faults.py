@@ -212,9 +212,8 @@ FAULTS = [
     Fault(
         "staging of a group overwritten by the next tile's dS",
         EPILOGUE,
-        "    if thread == 0:  # before the next tile's scores go into the buffer, behind the compute barrier\n"
-        "        cute.arch.cp_async_bulk_wait_group(0, read=True)\n",
-        "",
+        "        cute.arch.cp_async_bulk_wait_group(0, read=True)\n    # Both",
+        "        pass\n    # Both",
         RACE,
         "grouped",
     ),
