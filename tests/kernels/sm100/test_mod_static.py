@@ -33,7 +33,7 @@ LIMITS = {
     "alibi, learned": (9, 64),
     "relative bias, learned": (25, 300),
     "t5, learned": (60, 416),
-    "additive bias, fixed": (9, 64),
+    "additive bias, fixed": (9, 104),
     "additive bias, learned": (19, 128),
     "softcap": (28, 256),
     "temperature, learned": (10, 256),
