@@ -83,9 +83,7 @@ ARGUMENTS = (
         "registers that tcgen05.ld brings are used before the wait. The emulator has their values at once; another "
         "wait comes before tensor memory is written again, so that no access is out of order.",
         """
-        causal tcgen05.wait::ld.sync.aligned 3 deleted
         causal tcgen05.wait::ld.sync.aligned 5-7 deleted
-        ordered tcgen05.wait::ld.sync.aligned 3 deleted
         ordered tcgen05.wait::ld.sync.aligned 5-7 deleted
         """,
     ),
@@ -125,9 +123,7 @@ ARGUMENTS = (
         ordered bar.sync 5 deleted
         ordered cp.async.bulk.wait_group.read 3 deleted
         ordered cp.async.bulk.wait_group.read 3 one group more
-        ordered bar.sync 9 deleted
-        ordered cp.async.bulk.wait_group.read 7 deleted
-        ordered cp.async.bulk.wait_group.read 7 one group more
+        ordered bar.sync 7 deleted
         """,
     ),
     Argument(
