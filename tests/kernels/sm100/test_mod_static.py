@@ -31,7 +31,7 @@ EMISSION = 1.0  # seconds of one core
 LIMITS = {
     "alibi, fixed": (5, 64),
     "alibi, learned": (9, 64),
-    "relative bias, learned": (25, 300),
+    "relative bias, learned": (25, 400),
     "t5, learned": (60, 416),
     "additive bias, fixed": (9, 104),
     "additive bias, learned": (19, 128),

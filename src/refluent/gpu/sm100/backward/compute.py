@@ -146,7 +146,6 @@ def compute_step(
     bars.dp.wait_full(step)
     dpsum = share.of_statistic(ctx.shared.dpsum, bars.dpsum.stage(step))
     if cutlass.const_expr(ctx.static.mod_gradient):
-        columns = Columns(ctx, tile, opaque(query), opaque(key))  # as `kept` below
         columns.start_backward()
     kept = opaque(seen.kept)  # else its bits would be taken apart once and stay so, a register each
     for c in cutlass.range_constexpr(0, share.half, COLUMNS):
