@@ -14,13 +14,14 @@ from refluent.gpu.delta import Delta, DeltaTensors
 from refluent.gpu.device import arithmetic
 from refluent.gpu.device.blocks import Blocks
 from refluent.gpu.device.seqlen import Side, workspace_blocks
+from refluent.gpu.device.tensors import Targets
 from refluent.gpu.launch import fakes
 from refluent.gpu.launch.variant import Variant
 from refluent.gpu.launch.workspace import ALIGN, Extents, Sections, captured_starts, sections
 from refluent.gpu.plans.sm100 import EXACT, LIMBS
 from refluent.gpu.sm90.backward import kernel as sm90
 from refluent.gpu.sm100.backward import kernel as sm100
-from refluent.gpu.sm100.backward.context import Targets, tuple_of
+from refluent.gpu.sm100.backward.context import tuple_of
 from refluent.mods.emit import MaskMod, ScoreMod
 from refluent.mods.mod import find_mod
 

@@ -14,9 +14,10 @@ import cutlass
 import cutlass.cute as cute
 
 from refluent.gpu.device.copies import held, held_column, held_row, load_columns, store_columns
-from refluent.gpu.device.numerics import LOG2E, exp2, fma2, mul2, opaque, sub2, tanh
+from refluent.gpu.device.numerics import LOG2E, exp2, fma2, mul2, opaque, sub2
 from refluent.gpu.device.philox import kept_queries
 from refluent.gpu.device.pipeline import arrive
+from refluent.gpu.device.scores import capped, kept_part
 from refluent.gpu.device.work import Tile
 from refluent.gpu.sm100.backward.context import COMPUTE_WARP, Context
 from refluent.gpu.sm100.backward.epilogue import store_grads
@@ -214,7 +215,7 @@ def weights(
             score, slope = modified(columns, scores, score, c)
             factor = cutlass.Float32(LOG2E)
         elif cutlass.const_expr(static.softcap):
-            score, slope = capped(ctx, score)
+            score, slope = capped(ctx.scores, ctx.call.scale, score)
             factor = ctx.scores.softcap * LOG2E
         if cutlass.const_expr(static.shaped):
             hidden = -cutlass.Float32.inf
@@ -223,28 +224,8 @@ def weights(
             score = tuple(x if columns.visible(c + e) else hidden for e, x in enumerate(score))
         score = fma2(score, (factor, factor), (-lse[c], -lse[c + 1]))
         weight = exp2(score[0]), exp2(score[1])
-        store_pair(packed, c, kept_part(ctx, weight, seen.kept, c))
+        store_pair(packed, c, kept_part(ctx.scores, ctx.static.dropout, weight, seen.kept, c))
         p[c], p[c + 1] = weight if cutlass.const_expr(slope is None) else sloped(columns, weight, slope)
-
-
-@cute.jit
-def capped(ctx: Context, score):
-    """tanh(scale s / softcap) of a pair of raw scores, and its derivative with respect to the scaled score."""
-    inner = ctx.call.scale / ctx.scores.softcap
-    t = tanh(score[0] * inner), tanh(score[1] * inner)
-    return t, (1.0 - t[0] * t[0], 1.0 - t[1] * t[1])
-
-
-@cute.jit
-def kept_part(ctx: Context, pair, kept: cutlass.Uint64, c: cutlass.Constexpr):
-    """A pair of values where dropout keeps their scores, scaled; zeros elsewhere."""
-    if cutlass.const_expr(not ctx.static.dropout):
-        return pair
-    bits = cutlass.Uint32(kept >> cutlass.Uint64(c))
-    factor = ctx.scores.keep_scale
-    first = pair[0] * factor if bits & 1 != 0 else cutlass.Float32(0.0)
-    second = pair[1] * factor if bits & 2 != 0 else cutlass.Float32(0.0)
-    return first, second
 
 
 @cute.jit
@@ -264,7 +245,7 @@ def grad_mod(
     parts = []
     for c in cutlass.range_constexpr(0, cute.size(dp), 2):
         x = first + c
-        arrived = kept_part(ctx, (dp[c], dp[c + 1]), kept, x)
+        arrived = kept_part(ctx.scores, ctx.static.dropout, (dp[c], dp[c + 1]), kept, x)
         g = mul2((p[x], p[x + 1]), sub2(arrived, (dpsum[x], dpsum[x + 1])))
         pair = [columns.grad(x + e, g[e], scores[x + e]) for e in range(2)]
         store_pair(packed, x, (pair[0][0], pair[1][0]))
@@ -293,7 +274,7 @@ def grad_scores(
     """dS = P (dP - dPsum) of the columns from `first`, in 16 bits; dropped scores have dP = 0."""
     for c in cutlass.range_constexpr(0, cute.size(dp), 2):
         x = first + c
-        arrived = kept_part(ctx, (dp[c], dp[c + 1]), kept, x)
+        arrived = kept_part(ctx.scores, ctx.static.dropout, (dp[c], dp[c + 1]), kept, x)
         shifted = sub2(arrived, (dpsum[x], dpsum[x + 1]))
         ds = mul2((p[x], p[x + 1]), shifted)
         if cutlass.const_expr(ctx.static.score_mod is not None and not ctx.static.score_mod.clean):

@@ -15,13 +15,15 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from refluent.gpu.device.blocks import Blocks
 from refluent.gpu.device.copies import sequence_view
 from refluent.gpu.device.numerics import log2_factor
+from refluent.gpu.device.scores import Scores
 from refluent.gpu.device.seqlen import Side
+from refluent.gpu.device.tensors import Sources, Targets
 from refluent.gpu.device.visible import Window
 from refluent.gpu.device.work import Call, Order, heads_of_bundle
 from refluent.gpu.plans.sm100 import REGISTERS, THREADS
 from refluent.gpu.sm100.backward import context
 from refluent.gpu.sm100.backward.compute import compute
-from refluent.gpu.sm100.backward.context import Context, Scores, Sources, Static, Targets, tuple_of
+from refluent.gpu.sm100.backward.context import Context, Static, tuple_of
 from refluent.gpu.sm100.backward.load import load
 from refluent.gpu.sm100.backward.mma import mma
 from refluent.gpu.sm100.backward.products import Layouts, Products

@@ -23,9 +23,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from refluent.gpu.device.numerics import LOG2E, exp2, pack, tanh
+from refluent.gpu.device.numerics import LOG2E, exp2, pack
 from refluent.gpu.device.philox import kept_queries
 from refluent.gpu.device.pipeline import arrive
+from refluent.gpu.device.scores import capped, kept_part
 from refluent.gpu.device.work import Tile
 from refluent.gpu.plans.sm90 import GROUPS, ROWS
 from refluent.gpu.sm90.backward.chunks import first_column, first_row, held, stage_chunk
@@ -303,7 +304,7 @@ def weights(ctx: Context, tile: Tile, m_block: cutlass.Int32, share: Share, regs
             score, slope = (s[0, r, eight], s[1, r, eight]), None
             factor = ctx.scores.factor
             if cutlass.const_expr(static.softcap):
-                score, slope = capped(ctx, score)
+                score, slope = capped(ctx.scores, ctx.call.scale, score)
                 low, high = seen[r]
                 score = tuple(
                     x if eight * 8 + e >= low and eight * 8 + e <= high else -cutlass.Float32.inf
@@ -311,7 +312,7 @@ def weights(ctx: Context, tile: Tile, m_block: cutlass.Int32, share: Share, regs
                 )
                 factor = ctx.scores.softcap * LOG2E
             weight = tuple(exp2(x * factor - minus_lse[e]) for e, x in enumerate(score))
-            packed[r, eight] = pack(kept_part(ctx, weight, kept[r], eight), static.dtype)
+            packed[r, eight] = pack(kept_part(ctx.scores, static.dropout, weight, kept[r], 2 * eight), static.dtype)
             if cutlass.const_expr(slope is not None):
                 weight = weight[0] * slope[0], weight[1] * slope[1]
             if cutlass.const_expr(not plan.narrow_weights):
@@ -325,26 +326,6 @@ def places(queries: int) -> tuple[tuple[int, int, int], ...]:
 
 
 @cute.jit
-def capped(ctx: Context, score):
-    """tanh(scale s / softcap) of a pair of raw scores, and its derivative with respect to the scaled score."""
-    inner = ctx.call.scale / ctx.scores.softcap
-    t = tanh(score[0] * inner), tanh(score[1] * inner)
-    return t, (1.0 - t[0] * t[0], 1.0 - t[1] * t[1])
-
-
-@cute.jit
-def kept_part(ctx: Context, pair, kept: cutlass.Uint64, eight: cutlass.Constexpr):
-    """A pair of values where dropout keeps their scores, scaled; zeros elsewhere."""
-    if cutlass.const_expr(not ctx.static.dropout):
-        return pair
-    bits = cutlass.Uint32(kept >> cutlass.Uint64(2 * eight))
-    factor = ctx.scores.keep_scale
-    first = pair[0] * factor if bits & 1 != 0 else cutlass.Float32(0.0)
-    second = pair[1] * factor if bits & 2 != 0 else cutlass.Float32(0.0)
-    return first, second
-
-
-@cute.jit
 def grad_scores(ctx: Context, regs: Registers, dpsum: cute.Tensor, kept):
     """dS = P (dP - dPsum) in place of dP; dropped scores have dP = 0."""
     p, dp = by_query(regs.packed if ctx.plan.narrow_weights else regs.s), by_query(regs.dp)
@@ -352,7 +333,8 @@ def grad_scores(ctx: Context, regs: Registers, dpsum: cute.Tensor, kept):
     for eight in cutlass.range_constexpr(ctx.plan.queries // 8):
         cute.autovec_copy(dpsum[None, eight], sums)
         for r in cutlass.range_constexpr(2):
-            arrived = kept_part(ctx, (dp[0, r, eight], dp[1, r, eight]), kept[r], eight)
+            pair = dp[0, r, eight], dp[1, r, eight]
+            arrived = kept_part(ctx.scores, ctx.static.dropout, pair, kept[r], 2 * eight)
             weight = p[None, r, eight].load().to(cutlass.Float32)
             for e in cutlass.range_constexpr(2):
                 dp[e, r, eight] = weight[e] * (arrived[e] - sums[e])

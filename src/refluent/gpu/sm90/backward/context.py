@@ -8,11 +8,12 @@ import cutlass
 import cutlass.cute as cute
 
 from refluent.gpu.device.numerics import hidden_score
+from refluent.gpu.device.scores import Scores
+from refluent.gpu.device.tensors import Sources, Targets
 from refluent.gpu.device.work import Call
 from refluent.gpu.plans.sm90 import BackwardPlan
 from refluent.gpu.sm90.backward.products import Products
 from refluent.gpu.sm90.backward.storage import Barriers, Shared
-from refluent.gpu.sm100.backward.context import Scores, Targets
 
 # Warps by role; setmaxnreg acts on whole warpgroups, and warps 0-3 are one.
 LOAD_WARP, REDUCE_WARP, COMPUTE_WARP = 0, 1, 4
@@ -36,22 +37,6 @@ class Static:
     def hidden(self) -> float:
         """The raw score that has no weight."""
         return hidden_score(self.negative_scale)
-
-
-@dataclass(frozen=True)
-class Sources:
-    """TMA atoms and the tensors they read (sequence views), and the row statistics (heads, rows), float32."""
-
-    q_atom: cute.CopyAtom
-    q: cute.Tensor
-    k_atom: cute.CopyAtom
-    k: cute.Tensor
-    v_atom: cute.CopyAtom
-    v: cute.Tensor
-    do_atom: cute.CopyAtom
-    do: cute.Tensor
-    lse_log2: cute.Tensor
-    dpsum: cute.Tensor
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,15 @@ from cutlass.cute.nvgpu import cpasync
 
 from refluent.gpu.device.copies import sequence_view
 from refluent.gpu.device.numerics import log2_factor
+from refluent.gpu.device.scores import Scores
 from refluent.gpu.device.seqlen import Side
+from refluent.gpu.device.tensors import Sources, Targets
 from refluent.gpu.device.visible import Window
 from refluent.gpu.device.work import Call, Order, heads_of_bundle
 from refluent.gpu.plans.sm90 import L2_BYTES, ROWS, THREADS
 from refluent.gpu.sm90.backward import context
 from refluent.gpu.sm90.backward.compute import compute
-from refluent.gpu.sm90.backward.context import Context, Scores, Sources, Static, Stores, Targets
+from refluent.gpu.sm90.backward.context import Context, Static, Stores
 from refluent.gpu.sm90.backward.load import load
 from refluent.gpu.sm90.backward.products import Layouts, Products, layout
 from refluent.gpu.sm90.backward.reduce import reduce
